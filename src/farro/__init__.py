@@ -1,0 +1,55 @@
+"""farro: low-precision GEMM kernels for LLM and MoE inference.
+
+Names are imported when first used; importing farro needs torch alone and touches no GPU.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+# public name -> module; the one list of what farro offers at its top level
+_NAMES = {
+    "int8_gemm": "ops.int8_gemm",
+    "get_kernel_config": "ops.int8_gemm",
+    "quantize_int8_groups": "ops.int8_quantize",
+    "dequantize_int8_groups": "ops.int8_quantize",
+    "quantize_": "nn",
+    "explain": "dispatch",
+    "is_available": "dispatch",
+    "warmup": "warmup",
+    "UnsupportedError": "errors",
+}
+_MODULES = ("int8", "nn")
+
+__all__ = ["__version__", *_NAMES, *_MODULES]
+
+if TYPE_CHECKING:
+    from . import int8 as int8
+    from . import nn as nn
+    from .dispatch import explain as explain
+    from .dispatch import is_available as is_available
+    from .errors import UnsupportedError as UnsupportedError
+    from .nn import quantize_ as quantize_
+    from .ops.int8_gemm import get_kernel_config as get_kernel_config
+    from .ops.int8_gemm import int8_gemm as int8_gemm
+    from .ops.int8_quantize import dequantize_int8_groups as dequantize_int8_groups
+    from .ops.int8_quantize import quantize_int8_groups as quantize_int8_groups
+    from .warmup import warmup as warmup
+
+
+def __getattr__(name: str) -> Any:
+    if name in _NAMES:
+        value = getattr(importlib.import_module(f".{_NAMES[name]}", __name__), name)
+    elif name in _MODULES:
+        value = importlib.import_module(f".{name}", __name__)
+    else:
+        raise AttributeError(f"module 'farro' has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

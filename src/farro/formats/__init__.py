@@ -1,0 +1,1 @@
+"""Number formats: quantize, dequantize, pack, unpack, check; one file a format."""

@@ -1,0 +1,1 @@
+"""One folder per operator: public functions, reference, kernels, tuned tables."""

@@ -1,0 +1,172 @@
+"""int8_gemm on a CPU: torch's INT8 product (oneDNN VNNI) a group at a time, scaled while in cache.
+
+An output block of rows x columns is finished before the next begins: for each group one INT8
+product into int32, its conversion, the scales' outer product and one fused multiply-add, all into
+buffers of the block's size. Never an M x N x groups tensor.
+
+Both building blocks are probed once, because both fail silently on some CPUs: torch._int_mm
+saturates without VNNI, and torch.addcmul rounds twice without FMA. Where a probe fails an exact
+way takes its place: an FP32 product of the codes (every sum is below 2^24) and `fma32`.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+
+from ...exact import FMA_TRIPLE, fma32
+from ...formats.int8_group import group_bounds
+from ...problem import Problem
+
+# Measured on two cores with AVX-512 VNNI, N = K = 4096 (docs/performance-notes.md)
+_ROWS = 1024
+_BLOCK_ELEMENTS = 1 << 19
+_MAX_COLUMNS = 4096
+_MAX_GROUPS = 8
+_FEW_ROWS = 64
+
+
+@dataclass(frozen=True)
+class Config:
+    """One block of the output, and how many groups are scaled by one call of each operator."""
+
+    rows: int
+    columns: int
+    groups: int
+    swap: bool  # weights as the left operand: few rows then need no repacking of the weights
+    policy: str
+
+    @property
+    def tile(self) -> tuple[int, int]:
+        return self.rows, self.columns
+
+
+def config(problem: Problem) -> Config:
+    (m, _), b = problem.spec("a").shape, problem.spec("b")
+    n = b.shape[-1]
+    rows = min(max(m, 1), _ROWS)
+    columns = max(64, min(_MAX_COLUMNS, _BLOCK_ELEMENTS // rows))
+    columns = min(columns, max(n, 1))
+    groups = max(1, min(_MAX_GROUPS, _BLOCK_ELEMENTS // 2 // (rows * columns)))
+    packed = len(b.shape) == 3
+    swap = not packed and m <= _FEW_ROWS and b.stride[0] == 1
+    product = "int8 product" if int8_product_is_exact() else "fp32 product of the codes"
+    fma = "addcmul" if addcmul_is_fused() else "fma in float64"
+    layout = "group-packed weight" if packed else "strided weight"
+    return Config(rows, columns, groups, swap, f"{product}, {fma}, {layout}")
+
+
+@functools.lru_cache(maxsize=1)
+def int8_product_is_exact() -> bool:
+    """Whether torch._int_mm gives exact sums here, for full-range codes and several shapes."""
+    generator = torch.Generator().manual_seed(0)
+    for m, n in ((1, 64), (16, 33), (64, 1), (65, 128)):
+        for low, high in ((127, 128), (-128, -127), (-128, 128)):
+            a = torch.randint(low, high, (m, 256), dtype=torch.int8, generator=generator)
+            b = torch.randint(low, high, (n, 256), dtype=torch.int8, generator=generator)
+            try:
+                product = torch._int_mm(a, b.T)
+            except RuntimeError:
+                return False
+            if not torch.equal(product.double(), a.double() @ b.T.double()):
+                return False
+    return True
+
+
+@functools.lru_cache(maxsize=1)
+def addcmul_is_fused() -> bool:
+    """Whether torch.addcmul rounds once, in its vector body and in its scalar tail."""
+    p, s, t = (torch.full((71,), v) for v in FMA_TRIPLE)
+    want = fma32(p, s, t)
+    return all(
+        torch.equal(torch.addcmul(t[:count], p[:count], s[:count]), want[:count])
+        for count in (1, 7, 16, 71)
+    )
+
+
+def _multiply_add(total: torch.Tensor, partial: torch.Tensor, scales: torch.Tensor) -> None:
+    if addcmul_is_fused():
+        torch.addcmul(total, partial, scales, out=total)
+    else:
+        total.copy_(fma32(partial, scales, total))
+
+
+def _one_unit_stride(matrix: torch.Tensor) -> torch.Tensor:
+    """oneDNN reads in place where one stride is 1; other views go through a copy of the block."""
+    return matrix if 1 in matrix.stride() else matrix.contiguous()
+
+
+class _Block:
+    """Buffers for one block of rows x columns and `groups` groups."""
+
+    def __init__(self, rows: int, columns: int, groups: int, swap: bool) -> None:
+        shape = (rows, columns)
+        self.total = torch.empty(shape)
+        self.partials = torch.empty((groups, *shape))
+        self.scales = torch.empty((groups, *shape))
+        self.partial_list = list(self.partials)
+        self.scale_list = list(self.scales)
+        self.exact = int8_product_is_exact()
+        self.swap = swap
+        if self.exact:
+            self.products = torch.empty(
+                (groups, columns, rows) if swap else (groups, *shape), dtype=torch.int32
+            )
+            self.product_list = list(self.products)
+
+    def multiply(self, index: int, a: torch.Tensor, b: torch.Tensor) -> None:
+        """Group `index` of this chunk: the exact a [rows, G] @ b [G, columns]."""
+        if not self.exact:
+            torch.mm(a.float(), b.float(), out=self.partial_list[index])
+        elif self.swap:
+            torch._int_mm(b.T, _one_unit_stride(a).T, out=self.product_list[index])
+        else:
+            torch._int_mm(_one_unit_stride(a), _one_unit_stride(b), out=self.product_list[index])
+
+    def add_groups(self, scale_a: torch.Tensor, scale_b: torch.Tensor) -> None:
+        """total = fma(partial, sA*sB, total); scale_a [groups, rows], scale_b [groups, columns]."""
+        count = scale_a.shape[0]
+        if self.exact:
+            products = self.products[:count]
+            self.partials[:count].copy_(products.transpose(1, 2) if self.swap else products)
+        torch.mul(scale_a.unsqueeze(2), scale_b.unsqueeze(1), out=self.scales[:count])
+        for i in range(count):
+            _multiply_add(self.total, self.partial_list[i], self.scale_list[i])
+
+
+def run(
+    config: Config,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scale_a: torch.Tensor,
+    scale_b: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    group_size: int,
+) -> None:
+    m, n = out.shape
+    bounds = group_bounds(a.shape[1], group_size)
+    scale_a = scale_a.T.contiguous()  # [groups, M]: one row of scales is then one dense vector
+    addend = None if bias is None else bias.float()
+    blocks: dict[tuple[int, int], _Block] = {}  # at most four shapes: whole and tail blocks
+    for top in range(0, m, config.rows):
+        rows = slice(top, min(top + config.rows, m))
+        for left in range(0, n, config.columns):
+            columns = slice(left, min(left + config.columns, n))
+            shape = (rows.stop - top, columns.stop - left)
+            if shape not in blocks:
+                blocks.clear()  # a tail replaces the whole blocks' buffers, never adds to them
+                blocks[shape] = _Block(*shape, config.groups, config.swap)
+            block = blocks[shape]
+            block.total.zero_()
+            for first in range(0, len(bounds), config.groups):
+                chunk = slice(first, min(first + config.groups, len(bounds)))
+                for index, (start, stop) in enumerate(bounds[chunk]):
+                    weight = b[first + index, : stop - start] if b.dim() == 3 else b[start:stop]
+                    block.multiply(index, a[rows, start:stop], weight[:, columns])
+                block.add_groups(scale_a[chunk, rows], scale_b[chunk, columns])
+            if addend is not None:
+                block.total += addend[columns]
+            out[rows, columns] = block.total
