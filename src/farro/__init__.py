@@ -16,7 +16,7 @@ _NAMES = {
     "get_kernel_config": "ops.int8_gemm",
     "quantize_int8_groups": "ops.int8_quantize",
     "dequantize_int8_groups": "ops.int8_quantize",
-    "quantize_": "nn",
+    "quantize_": "quantize",
     "explain": "dispatch",
     "is_available": "dispatch",
     "warmup": "warmup",
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
     from .dispatch import explain as explain
     from .dispatch import is_available as is_available
     from .errors import UnsupportedError as UnsupportedError
-    from .nn import quantize_ as quantize_
     from .ops.int8_gemm import get_kernel_config as get_kernel_config
     from .ops.int8_gemm import int8_gemm as int8_gemm
     from .ops.int8_quantize import dequantize_int8_groups as dequantize_int8_groups
     from .ops.int8_quantize import quantize_int8_groups as quantize_int8_groups
+    from .quantize import quantize_ as quantize_
     from .warmup import warmup as warmup
 
 

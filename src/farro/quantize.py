@@ -1,0 +1,330 @@
+"""quantize_: swap the linear layers of a model for quantized ones, in place, and report it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import Any
+
+import torch
+from torch.nn.parameter import is_lazy
+from torch.nn.utils import parametrize
+
+from .checks import check_backend
+from .formats.int8_group import GROUP_SIZES
+from .nn import DTYPES, Int8Linear
+
+# scheme -> module made from (weight [N, K], bias, backend=...); one line a scheme
+SCHEMES: Mapping[str, Callable[..., Int8Linear]] = {
+    f"int8-g{group_size}": partial(Int8Linear.from_weight, group_size=group_size)
+    for group_size in GROUP_SIZES
+}
+
+# These read .weight of the linears they own instead of calling them, so a swap would break them
+_READ_THEIR_LINEARS = (torch.nn.MultiheadAttention, torch.nn.TransformerEncoderLayer)
+
+
+@dataclass(frozen=True)
+class SwappedLayer:
+    """One module that was swapped; `also` holds its other names where a model uses it twice.
+
+    Bytes of a weight that an earlier layer shares count there alone.
+    """
+
+    name: str
+    shape: tuple[int, int]  # [N, K]
+    bytes_before: int
+    bytes_after: int
+    also: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class SkippedLayer:
+    """One linear layer that was left as it is."""
+
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class QuantizeReport:
+    """What `quantize_` did. `str` is a summary to read; `as_dict` is the same for programs.
+
+    Bytes count parameters and buffers, a shared tensor once.
+    """
+
+    scheme: str
+    swapped: tuple[SwappedLayer, ...]
+    skipped: tuple[SkippedLayer, ...]
+    model_bytes_before: int
+    model_bytes_after: int
+    unmatched: tuple[str, ...] = ()  # skip patterns that matched no linear layer
+
+    @property
+    def bytes_before(self) -> int:
+        """Bytes of the swapped layers before."""
+        return sum(layer.bytes_before for layer in self.swapped)
+
+    @property
+    def bytes_after(self) -> int:
+        """Bytes of the swapped layers after."""
+        return sum(layer.bytes_after for layer in self.swapped)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain types only, ready for JSON."""
+        totals = {"bytes_before": self.bytes_before, "bytes_after": self.bytes_after}
+        return {**asdict(self), **totals}
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.scheme}: {len(self.swapped)} linear layers swapped, "
+            f"{len(self.skipped)} skipped",
+            f"  swapped layers {_size(self.bytes_before)} -> {_size(self.bytes_after)}",
+            f"  whole model    {_size(self.model_bytes_before)} -> {_size(self.model_bytes_after)}",
+        ]
+        lines += [f"  skipped {layer.name}: {layer.reason}" for layer in self.skipped]
+        if self.unmatched:
+            lines.append(f"  skip patterns that matched nothing: {', '.join(self.unmatched)}")
+        return "\n".join(lines)
+
+
+def _size(count: int) -> str:
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= size:
+            return f"{count / size:.2f} {unit}"
+    return f"{count} B"
+
+
+@dataclass
+class _Site:
+    """Every place (parent, attribute, dotted name) where one linear-like module is used.
+
+    It holds no reference to the module, so that each is freed as soon as it is swapped.
+    """
+
+    transposed: bool  # the weight is [K, N], as in transformers' Conv1D
+    places: list[tuple[torch.nn.Module, str, str]] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        return self.places[0][2]
+
+    @property
+    def module(self) -> torch.nn.Module:
+        parent, attribute, _ = self.places[0]
+        return parent.get_submodule(attribute)
+
+    @property
+    def weight(self) -> torch.Tensor:
+        weight: torch.Tensor = self.module.weight  # type: ignore[assignment]
+        return weight
+
+    def matrix(self) -> torch.Tensor:
+        """The weight as [N, K]."""
+        return self.weight.detach().T if self.transposed else self.weight.detach()
+
+
+def quantize_(
+    model: torch.nn.Module,
+    scheme: str = "int8-g256",
+    skip: Iterable[str] = ("lm_head",),
+    *,
+    backend: str = "auto",
+) -> QuantizeReport:
+    """Swap every torch.nn.Linear of `model` for a quantized module, in place.
+
+    Args:
+        model: any module. transformers' Conv1D (weight [K, N]) is swapped too.
+        scheme: int8-g32, int8-g64, int8-g128 or int8-g256.
+        skip: fnmatch patterns; a layer is left as it is where one matches its dotted name or the
+            last part of it.
+        backend: what the new modules ask of farro's operators.
+
+    A module used under several names is swapped once; linears that share one weight share its
+    codes. Left as they are, each named in the report with the reason: a weight tied to a module
+    that stays (an embedding), a subclass of Linear with its own forward, a parametrized weight, a
+    layer with hooks, the linears of torch.nn.MultiheadAttention and TransformerEncoderLayer, which
+    read weights instead of calling layers.
+
+    Returns:
+        QuantizeReport: what was swapped, what was skipped and why, bytes before and after.
+
+    Raises:
+        TypeError: model is not a module, or skip holds something that is not a str.
+        ValueError: an unknown scheme, model is itself a linear layer, NaN or Inf in a weight.
+        No layer is swapped before all checks pass.
+    """
+    patterns = _check_arguments(model, scheme, skip, backend)
+    sites = _find_sites(model)
+    before = _bytes(model)
+    reasons = _skip_reasons(model, sites, patterns)
+    chosen = [site for site in sites if site.name not in reasons]
+    for site in chosen:
+        _check_finite(site)
+    already = {
+        name: f"is an Int8Linear already, group_size {module.group_size}"
+        for name, module in model.named_modules()
+        if isinstance(module, Int8Linear)
+    }
+    swapped = _swap(chosen, partial(SCHEMES[scheme], backend=backend))
+    names = [name for site in sites for _, _, name in site.places]
+    return QuantizeReport(
+        scheme=scheme,
+        swapped=tuple(swapped),
+        skipped=tuple(SkippedLayer(*item) for item in (*reasons.items(), *already.items())),
+        model_bytes_before=before,
+        model_bytes_after=_bytes(model),
+        unmatched=tuple(p for p in patterns if not any(_matches(p, name) for name in names)),
+    )
+
+
+def _check_arguments(model: Any, scheme: Any, skip: Any, backend: Any) -> tuple[str, ...]:
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"quantize_: model must be a torch.nn.Module, got {type(model).__name__}")
+    if scheme not in SCHEMES:
+        raise ValueError(f"quantize_: scheme is {scheme!r}; needed one of {', '.join(SCHEMES)}")
+    check_backend("quantize_", backend)
+    patterns = (skip,) if isinstance(skip, str) else tuple(skip)
+    for pattern in patterns:
+        if not isinstance(pattern, str):
+            raise TypeError(
+                f"quantize_: skip holds a {type(pattern).__name__}; needed str patterns"
+            )
+    if _is_linear(model) or isinstance(model, Int8Linear):
+        raise ValueError(
+            f"quantize_: model is itself a {type(model).__name__}, which has no parent to be "
+            "swapped in; use farro.nn.Int8Linear.from_linear(model, group_size)"
+        )
+    return patterns
+
+
+def _is_transposed(module: torch.nn.Module) -> bool:
+    """transformers' Conv1D, told by its shape so that transformers need not be installed."""
+    weight = getattr(module, "weight", None)
+    return (
+        type(module).__name__ == "Conv1D"
+        and isinstance(weight, torch.Tensor)
+        and weight.dim() == 2
+        and getattr(module, "nf", None) == weight.shape[1]
+    )
+
+
+def _is_linear(module: torch.nn.Module) -> bool:
+    return isinstance(module, torch.nn.Linear) or _is_transposed(module)
+
+
+def _find_sites(model: torch.nn.Module) -> list[_Site]:
+    sites: dict[int, _Site] = {}
+    for prefix, parent in model.named_modules(remove_duplicate=False):
+        for attribute, module in parent._modules.items():  # named_children hides a second use
+            if module is not None and _is_linear(module):
+                site = sites.setdefault(id(module), _Site(_is_transposed(module)))
+                name = f"{prefix}.{attribute}" if prefix else attribute
+                site.places.append((parent, attribute, name))
+    return list(sites.values())
+
+
+def _matches(pattern: str, name: str) -> bool:
+    return fnmatchcase(name, pattern) or fnmatchcase(name.rpartition(".")[2], pattern)
+
+
+def _skip_reasons(
+    model: torch.nn.Module, sites: list[_Site], patterns: tuple[str, ...]
+) -> dict[str, str]:
+    """Site name -> why it stays as it is."""
+    reasons = {}
+    for site in sites:
+        reason = _matched_pattern(site, patterns) or _why_not(site)
+        if reason:
+            reasons[site.name] = reason
+    # a weight that something else keeps would be held twice, so its other users stay too
+    swappable = {id(site.module) for site in sites if site.name not in reasons}
+    keepers: dict[Any, str] = {}
+    for name, module in model.named_modules():
+        if id(module) not in swappable:
+            for key, parameter in module.named_parameters(recurse=False):
+                keepers.setdefault(_identity(parameter), f"{name}.{key}" if name else key)
+    for site in sites:
+        keeper = keepers.get(_identity(site.weight))
+        if keeper and site.name not in reasons:
+            reasons[site.name] = f"its weight is tied to {keeper}, which stays as it is"
+    return {site.name: reasons[site.name] for site in sites if site.name in reasons}
+
+
+def _matched_pattern(site: _Site, patterns: tuple[str, ...]) -> str | None:
+    for pattern in patterns:
+        if any(_matches(pattern, name) for _, _, name in site.places):
+            return f"matches skip pattern {pattern!r}"
+    return None
+
+
+def _why_not(site: _Site) -> str | None:
+    """Why a swap would change what this module does, or None."""
+    module, kind = site.module, type(site.module).__name__
+    for parent, _, _ in site.places:
+        if isinstance(parent, _READ_THEIR_LINEARS):
+            return f"{type(parent).__name__} reads its weight instead of calling it"
+    if parametrize.is_parametrized(module):
+        return (
+            "its weight is parametrized; torch.nn.utils.parametrize.remove_parametrizations first"
+        )
+    if not site.transposed and type(module).forward is not torch.nn.Linear.forward:
+        return f"{kind} is a subclass of Linear with a forward of its own"
+    if type(site.weight) is not torch.nn.Parameter:
+        return f"its weight is a {type(site.weight).__name__}, not a plain Parameter"
+    if "forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks:
+        return "it has hooks (or a patched forward), which a swap would drop; remove them first"
+    for name, tensor in (("weight", site.weight), ("bias", module.bias)):
+        if isinstance(tensor, torch.Tensor) and tensor.dtype not in DTYPES:
+            given = str(tensor.dtype).removeprefix("torch.")
+            return f"its {name} has dtype {given}; needed bfloat16, float16 or float32"
+    return None
+
+
+def _check_finite(site: _Site) -> None:
+    weight = site.weight.detach()
+    if weight.is_meta or weight.numel() == 0:
+        return
+    if not bool(torch.isfinite(torch.stack(torch.aminmax(weight))).all()):
+        raise ValueError(
+            f"quantize_: the weight of {site.name} holds NaN or Inf, for which INT8 has no code; "
+            f"nothing was swapped: mend the checkpoint or pass skip=({site.name!r}, ...)"
+        )
+
+
+def _swap(chosen: list[_Site], make: Callable[..., Int8Linear]) -> list[SwappedLayer]:
+    made: dict[Any, Int8Linear] = {}  # linears that share one weight share its codes
+    swapped = []
+    for site in chosen:
+        old, key = site.module, (_identity(site.weight), site.transposed)
+        bias = old.bias if isinstance(old.bias, torch.Tensor) else None
+        new = make(site.matrix(), bias).train(old.training)
+        before, after = _bytes(old), _bytes(new)
+        if key in made:
+            before -= site.weight.numel() * site.weight.element_size()
+            after -= new.tie_weight_(made[key])
+        made[key] = new
+        name, *also = (name for _, _, name in site.places)
+        shape = (new.out_features, new.in_features)
+        swapped.append(SwappedLayer(name, shape, before, after, tuple(also)))
+        for parent, attribute, _ in site.places:
+            setattr(parent, attribute, new)
+    return swapped
+
+
+def _identity(tensor: torch.Tensor) -> Any:
+    """The same for two tensors that are the same memory."""
+    if is_lazy(tensor) or tensor.is_meta or tensor.numel() == 0 or tensor.layout != torch.strided:
+        return id(tensor)
+    return tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+
+
+def _bytes(module: torch.nn.Module) -> int:
+    tensors = {
+        _identity(tensor): tensor
+        for tensor in (*module.parameters(), *module.buffers())
+        if not is_lazy(tensor)
+    }
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
