@@ -19,7 +19,7 @@ _NAMES = {
     "quantize_": "quantize",
     "explain": "dispatch",
     "is_available": "dispatch",
-    "warmup": "warmup",
+    "warmup": "warming",
     "UnsupportedError": "errors",
 }
 _MODULES = ("int8", "nn")
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from .ops.int8_quantize import dequantize_int8_groups as dequantize_int8_groups
     from .ops.int8_quantize import quantize_int8_groups as quantize_int8_groups
     from .quantize import quantize_ as quantize_
-    from .warmup import warmup as warmup
+    from .warming import warmup as warmup
 
 
 def __getattr__(name: str) -> Any:

@@ -21,23 +21,40 @@ def define(
     """
     name = schema.partition("(")[0]
     LIBRARY.define(schema)
-    LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
+    kernel = implementation if grad else _without_grad(implementation)
+    LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=LIBRARY)
     if grad:
         _refuse_backward(name)
 
 
-def _raise_no_backward(grad: torch.Tensor, name: str) -> torch.Tensor:
+def _without_grad(implementation: Callable[..., Any]) -> Callable[..., Any]:
+    """An operator with no autograd kernel runs in the caller's grad mode: torch's out= refuses."""
+
+    def run(*args: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return implementation(*args)
+        with torch.no_grad():
+            return implementation(*args)
+
+    return run
+
+
+def _raise_no_backward(
+    grad: torch.Tensor, shape: list[int], dtype: torch.dtype, name: str
+) -> torch.Tensor:
     raise RuntimeError(
         f"farro.{name} is for inference: it has no backward. "
         "Run it under torch.no_grad(), or detach its inputs"
     )
 
 
-LIBRARY.define("no_backward(Tensor grad, str name) -> Tensor")
+LIBRARY.define("no_backward(Tensor grad, SymInt[] shape, ScalarType dtype, str name) -> Tensor")
 LIBRARY.impl("no_backward", _raise_no_backward, "CompositeExplicitAutograd")
 torch.library.register_fake(
-    f"{NAMESPACE}::no_backward", lambda grad, name: torch.empty_like(grad), lib=LIBRARY
+    f"{NAMESPACE}::no_backward",
+    lambda grad, shape, dtype, name: grad.new_empty(shape, dtype=dtype),
+    lib=LIBRARY,
 )
 
 
@@ -45,12 +62,14 @@ def _refuse_backward(name: str) -> None:
     """The refusal is an operator itself: compiling with gradients works, running it raises."""
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.inputs = len(inputs)
+        ctx.specs = [(x.shape, x.dtype) if isinstance(x, torch.Tensor) else None for x in inputs]
 
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         grad = next(g for g in grads if g is not None)
-        refusal = ops.no_backward(grad, name)
-        return tuple(refusal for _ in range(ctx.inputs))
+        return tuple(
+            ops.no_backward(grad, spec[0], spec[1], name) if needed and spec is not None else None
+            for spec, needed in zip(ctx.specs, ctx.needs_input_grad)
+        )
 
     torch.library.register_autograd(
         f"{NAMESPACE}::{name}", backward, setup_context=setup_context, lib=LIBRARY

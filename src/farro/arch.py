@@ -62,6 +62,8 @@ def _features(capability: tuple[int, int]) -> frozenset[str]:
 
 def arch_named(name: str) -> Arch:
     """Arch for "cpu" or "sm_XY" ("sm_90", "sm_121"), whether or not such a device is here."""
+    if not isinstance(name, str):
+        raise TypeError(f"arch: must be a str, such as 'sm_90', got {type(name).__name__}")
     if name == "cpu":
         features = {"cpu", "triton"} if interpreting() else {"cpu"}
         return Arch("cpu", frozenset(features))

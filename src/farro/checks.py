@@ -81,14 +81,14 @@ def check_output_layout(function: str, name: str, tensor: torch.Tensor) -> None:
     """No two indices of an output may share memory."""
     if tensor.numel() == 0:
         return
-    reach = 1
+    reach = 1  # one past the last address that the smaller strides reach
     for stride, size in sorted((st, sz) for sz, st in zip(tensor.shape, tensor.stride()) if sz > 1):
         if stride < reach:
             raise ValueError(
                 f"{function}: {name} has strides {list(tensor.stride())} for shape "
                 f"{list(tensor.shape)}, so its elements overlap; needed one address an element"
             )
-        reach = stride * size
+        reach += stride * (size - 1)
 
 
 def check_devices(function: str, **tensors: torch.Tensor | None) -> None:

@@ -253,8 +253,20 @@ def explain(
     return Explanation(problem, backend, chosen, tuple(rows))
 
 
+_PLANS: dict[int, dict[Any, Any]] = {}  # every dict that `remember` was given, by identity
+
+
 def remember(plans: dict[Any, Any], key: Any, value: Any, limit: int = 4096) -> None:
     """Keep what a call decided, in a dict that forgets its oldest entry when full."""
+    _PLANS[id(plans)] = plans
     if len(plans) >= limit:
-        plans.pop(next(iter(plans)), None)
+        plans.pop(next(iter(plans), None), None)
     plans[key] = value
+
+
+def forget() -> None:
+    """Drop every decision that calls left behind, once what they were made from has changed."""
+    select.cache_clear()
+    not_installed.cache_clear()
+    for plans in list(_PLANS.values()):
+        plans.clear()

@@ -78,7 +78,7 @@ def int8_product_is_exact() -> bool:
 @functools.lru_cache(maxsize=1)
 def addcmul_is_fused() -> bool:
     """Whether torch.addcmul rounds once, in its vector body and in its scalar tail."""
-    p, s, t = (torch.full((71,), v) for v in FMA_TRIPLE)
+    p, s, t = (torch.full((71,), v, dtype=torch.float32) for v in FMA_TRIPLE)
     want = fma32(p, s, t)
     return all(
         torch.equal(torch.addcmul(t[:count], p[:count], s[:count]), want[:count])
@@ -103,9 +103,10 @@ class _Block:
 
     def __init__(self, rows: int, columns: int, groups: int, swap: bool) -> None:
         shape = (rows, columns)
-        self.total = torch.empty(shape)
-        self.partials = torch.empty((groups, *shape))
-        self.scales = torch.empty((groups, *shape))
+        # the dtype is named, for a caller may have set another default
+        self.total = torch.empty(shape, dtype=torch.float32)
+        self.partials = torch.empty((groups, *shape), dtype=torch.float32)
+        self.scales = torch.empty((groups, *shape), dtype=torch.float32)
         self.partial_list = list(self.partials)
         self.scale_list = list(self.scales)
         self.exact = int8_product_is_exact()

@@ -3,18 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Iterable
 
 import torch
 
-from .ops import int8_gemm, int8_quantize
-
-# public function name -> calls that compile what the function needs on a device
-_WARMERS: dict[str, Callable[[torch.device, tuple[int, ...]], Iterable[Callable[[], Any]]]] = {
-    "int8_gemm": int8_gemm.warm,
-    "quantize_int8_groups": int8_quantize.warm,
-}
+from .catalogue import warmers
 
 
 def warmup(
@@ -27,7 +20,8 @@ def warmup(
     Args:
         device: where; the current GPU, or the CPU where there is none (nothing compiles there, but
             its probes run).
-        functions: names of public functions, such as "int8_gemm"; all by default.
+        functions: names of public functions, such as "int8_gemm"; all by default. A name warms the
+            whole operator that it belongs to.
         shapes: (M, N, K) of products, whose (M, K) serve quantizers; a spread of sizes by default.
 
     Returns:
@@ -39,12 +33,14 @@ def warmup(
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(device)
-    names = list(_WARMERS) if functions is None else list(functions)
-    unknown = [name for name in names if name not in _WARMERS]
+    known = warmers()
+    names = list(known) if functions is None else list(functions)
+    unknown = [name for name in names if name not in known]
     if unknown:
-        raise ValueError(f"warmup: unknown functions {unknown}; known: {', '.join(_WARMERS)}")
+        raise ValueError(f"warmup: unknown functions {unknown}; known: {', '.join(known)}")
     sizes = [(m, 4096, 4096) for m in (1, 16, 64, 256, 4096)] if shapes is None else list(shapes)
-    calls = [call for name in names for shape in sizes for call in _WARMERS[name](device, shape)]
+    operators = list(dict.fromkeys(known[name] for name in names))
+    calls = [call for warm in operators for shape in sizes for call in warm(device, shape)]
     for done, call in enumerate(calls, 1):
         call()
         if sys.stderr.isatty():
