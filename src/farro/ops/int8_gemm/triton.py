@@ -320,13 +320,13 @@ def prepare(
     )
     common = (group_size, config.block_m, config.block_n, block_k, unroll, config.group_m)
     if config.family == "pointers":
-        kernel = triton_kernel.gemm_pointers
+        kernels = triton_kernel.gemm_pointers, triton_kernel.gemm_pointers_swapped
         even = k % max(group_size, config.block_k) == 0
         numbers = (rows, columns, k, *x.stride(), *y.stride(), *strides)
         constants: tuple[Any, ...] = (*common, config.stages, even, bias_axis)
         tensors: tuple[Any, ...] = (x, y, scale_x, scale_y, bias, o)
     else:
-        kernel = triton_kernel.gemm_descriptors
+        kernels = triton_kernel.gemm_descriptors, triton_kernel.gemm_descriptors_swapped
         numbers = (rows, columns, k, *strides)
         constants = (*common, config.stages, config.family == "specialized", bias_axis)
         tensors = (
@@ -336,7 +336,7 @@ def prepare(
         )
     grid = (_ceil(rows, config.block_m) * _ceil(columns, config.block_n), 1, 1)
     options = {"num_warps": config.warps, "num_stages": config.stages}
-    return Launch(kernel, tensors, numbers, constants, grid, options)
+    return Launch(kernels[config.swap], tensors, numbers, constants, grid, options)
 
 
 def _descriptor(tensor: torch.Tensor, rows: int, depth: int) -> Any:
@@ -370,7 +370,7 @@ def run(
         out.dtype,
         None if bias is None else bias.dtype,
         tuple(t is None or t.data_ptr() % 16 == 0 for t in (a, b, scale_a, scale_b, bias, out)),
-        tuple(map(specialization, call.numbers[1:])),
-        call.numbers[0] > _INT32,
+        specialization(call.numbers[0 if config.swap else 1]),
+        tuple(map(specialization, call.numbers[2:])),
     )
     launch(call.kernel, key, out.device, call.grid, call.args, call.options)

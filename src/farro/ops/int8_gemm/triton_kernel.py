@@ -44,8 +44,7 @@ def _finish(
     tl.store(pointers, value, mask=in_m[:, None] & in_n[None, :])
 
 
-@triton.jit(do_not_specialize=["m"])
-def gemm_pointers(
+def _gemm_pointers(
     x,
     y,
     scale_x,
@@ -130,8 +129,7 @@ def gemm_pointers(
     )
 
 
-@triton.jit(do_not_specialize=["m"])
-def gemm_descriptors(
+def _gemm_descriptors(
     x,
     y,
     scale_x,
@@ -196,3 +194,11 @@ def gemm_descriptors(
     _finish(
         total, bias, out, rows, columns, m, n, stride_bias, stride_om, stride_on, BIAS_AXIS
     )
+
+
+# The number of tokens is never specialized on: one compiled kernel serves every batch size. It is
+# m, or n where the operands are swapped.
+gemm_pointers = triton.jit(do_not_specialize=["m"])(_gemm_pointers)
+gemm_pointers_swapped = triton.jit(do_not_specialize=["n"])(_gemm_pointers)
+gemm_descriptors = triton.jit(do_not_specialize=["m"])(_gemm_descriptors)
+gemm_descriptors_swapped = triton.jit(do_not_specialize=["n"])(_gemm_descriptors)
