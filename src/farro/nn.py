@@ -14,6 +14,7 @@ from .ops.int8_quantize import dequantize_int8_groups, quantize_int8_groups
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _PACKED_BACKENDS = ("auto", "cpu", "reference")  # those that read the group-packed weight
+_MAX_PADDING = 1 / 16  # of the codes: a narrow layer would pay more memory than packing gains time
 
 
 class Int8Linear(torch.nn.Module):
@@ -39,9 +40,10 @@ class Int8Linear(torch.nn.Module):
         bias          [N], absent without bias
 
     A fresh module is zero (codes 0, scales 1) until it is loaded or made by `from_linear`. On a
-    CPU the codes are kept group-packed [ceil(K/G), N, G], which its kernel reads fastest, and
-    elsewhere as [N, K]: one copy, repacked by `to`, `load_state_dict` and unpickling. A cast of the
-    model (`half()`, `to(dtype)`) casts the bias and leaves codes and scales as they are.
+    CPU the codes are kept group-packed [ceil(K/G), N, G], which its kernel reads fastest (unless
+    the padding of a K tail would add more than 1/16), and elsewhere as [N, K]: one copy, repacked
+    by `to`, `load_state_dict` and unpickling. A cast of the model (`half()`, `to(dtype)`) casts the
+    bias and leaves codes and scales as they are.
     """
 
     bias: torch.Tensor | None
@@ -188,7 +190,9 @@ class Int8Linear(torch.nn.Module):
 
     def _lay_out(self) -> None:
         """Pack the codes for the device they are on, or unpack them; one copy is left."""
-        pack = self._codes.device.type == "cpu" and self.backend in _PACKED_BACKENDS
+        k, padding = self.in_features, -self.in_features % self.group_size
+        reads_packed = self._codes.device.type == "cpu" and self.backend in _PACKED_BACKENDS
+        pack = reads_packed and padding <= k * _MAX_PADDING
         if pack and not self._packed:
             self._codes = pack_groups(self._codes, self.group_size)
         elif self._packed and not pack:

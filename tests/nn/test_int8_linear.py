@@ -15,7 +15,7 @@ from farro.nn import Int8Linear
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def make(n=48, k=300, group_size=64, bias=True, dtype=torch.float32, backend="auto"):
+def make(n=48, k=316, group_size=64, bias=True, dtype=torch.float32, backend="auto"):
     linear = torch.nn.Linear(k, n, bias=bias, dtype=dtype)
     return linear, Int8Linear.from_linear(linear, group_size, backend=backend)
 
@@ -38,7 +38,7 @@ def quantize_with_numpy(x, group_size):
 def test_output_is_the_formula_in_float64(dtype, group_size, bias):
     np = pytest.importorskip("numpy")
     linear, module = make(group_size=group_size, bias=bias, dtype=dtype)
-    x = torch.randn(7, 300, dtype=dtype)
+    x = torch.randn(7, 316, dtype=dtype)
     a, scale_a = quantize_with_numpy(x, group_size)
     b, scale_b = quantize_with_numpy(linear.weight.detach(), group_size)
     want = np.einsum("mgk,ngk->mn", a * scale_a, b * scale_b)
@@ -53,7 +53,7 @@ def test_output_is_the_formula_in_float64(dtype, group_size, bias):
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_output_is_int8_gemm_of_the_plain_weight_bit_for_bit(dtype):
     linear, module = make(dtype=dtype)
-    x = torch.randn(5, 300, dtype=dtype)
+    x = torch.randn(5, 316, dtype=dtype)
     q, scale = farro.quantize_int8_groups(x, 64, backend="reference")
     codes, weight_scale = farro.quantize_int8_groups(linear.weight.detach(), 64)
     want = farro.int8_gemm(
@@ -69,23 +69,23 @@ def test_output_is_int8_gemm_of_the_plain_weight_bit_for_bit(dtype):
 @pytest.mark.parametrize("leading", [(), (1,), (6,), (2, 3), (2, 1, 3), (0,), (2, 0, 3)])
 def test_any_leading_dimensions(leading):
     _, module = make()
-    x = torch.randn(*leading, 300)
+    x = torch.randn(*leading, 316)
     y = module(x)
     assert y.shape == (*leading, 48)
-    for row, out in zip(x.reshape(y.shape[:-1].numel(), 300), y.reshape(-1, 48)):
+    for row, out in zip(x.reshape(y.shape[:-1].numel(), 316), y.reshape(-1, 48)):
         assert torch.equal(module(row), out)
 
 
 def test_views_and_expanded_inputs_are_read_as_they_are():
     _, module = make()
     base = torch.randn(4, 6, 700)
-    column_slice, turned = base[..., 13:313], base[..., :300].transpose(0, 1)
-    expanded = torch.randn(1, 1, 300).expand(1, 5, 300)
+    column_slice, turned = base[..., 13:329], base[..., :316].transpose(0, 1)
+    expanded = torch.randn(1, 1, 316).expand(1, 5, 316)
     for x in (column_slice, turned, expanded):
         assert torch.equal(module(x), module(x.contiguous()))
 
 
-@pytest.mark.parametrize("n, k", [(0, 300), (48, 0), (0, 0), (1, 1), (3, 64), (5, 257)])
+@pytest.mark.parametrize("n, k", [(0, 316), (48, 0), (0, 0), (1, 1), (3, 64), (5, 257)])
 def test_odd_sizes(n, k):
     _, module = make(n, k)
     y = module(torch.randn(3, k))
@@ -97,12 +97,12 @@ def test_odd_sizes(n, k):
 
 def test_input_errors_name_what_is_needed():
     _, module = make()
-    with pytest.raises(ValueError, match=r"\[2, 299\]; needed \[\.\.\., 300\]"):
-        module(torch.randn(2, 299))
+    with pytest.raises(ValueError, match=r"\[2, 315\]; needed \[\.\.\., 316\]"):
+        module(torch.randn(2, 315))
     with pytest.raises(ValueError, match="needed"):
         module(torch.tensor(1.0))
     with pytest.raises(TypeError, match="float64; needed bfloat16 or float16 or float32"):
-        module(torch.randn(2, 300, dtype=torch.float64))
+        module(torch.randn(2, 316, dtype=torch.float64))
 
 
 def test_construction_errors():
@@ -121,19 +121,19 @@ def test_construction_errors():
     with pytest.raises(ValueError, match="bias has shape"):
         Int8Linear.from_weight(torch.zeros(8, 8), torch.zeros(7))
     for bad in (float("nan"), float("inf")):
-        linear = torch.nn.Linear(300, 8)
-        linear.weight.data[5, 299] = bad
+        linear = torch.nn.Linear(316, 8)
+        linear.weight.data[5, 315] = bad
         with pytest.raises(ValueError, match="NaN or Inf"):
             Int8Linear.from_linear(linear)
 
 
 def test_a_fresh_module_is_zero():
-    module = Int8Linear(300, 8)
-    assert torch.equal(module(torch.randn(2, 300)), torch.zeros(2, 8))
+    module = Int8Linear(316, 8)
+    assert torch.equal(module(torch.randn(2, 316)), torch.zeros(2, 8))
 
 
 def test_from_linear_keeps_training_mode_and_leaves_the_linear_alone():
-    linear = torch.nn.Linear(300, 8).eval()
+    linear = torch.nn.Linear(316, 8).eval()
     before = copy.deepcopy(linear.state_dict())
     module = Int8Linear.from_linear(linear)
     assert not module.training
@@ -151,25 +151,37 @@ def test_on_a_cpu_the_codes_are_held_once_and_packed():
     held = [t for t in (*module.buffers(), *module.parameters()) if t.dtype == torch.int8]
     assert [tuple(t.shape) for t in held] == [(5, 48, 64)]
     assert held[0].is_contiguous()
-    assert torch.equal(farro.int8.unpack_groups(held[0], 300), codes)
-    assert torch.count_nonzero(held[0][-1, :, 300 - 4 * 64 :]) == 0
+    assert torch.equal(farro.int8.unpack_groups(held[0], 316), codes)
+    assert torch.count_nonzero(held[0][-1, :, 316 - 4 * 64 :]) == 0
     assert torch.equal(module.weight, codes)
     assert torch.equal(module.weight_scale, scale)
 
 
+@pytest.mark.parametrize(
+    "k, group_size, packed",
+    [(256, 256, True), (4000, 256, True)] + [(576, 256, False), (300, 64, False), (1, 32, False)],
+)
+def test_packing_never_pads_by_more_than_a_sixteenth(k, group_size, packed):
+    linear, module = make(24, k, group_size)
+    assert (module._codes.dim() == 3) == packed
+    assert module._codes.nbytes <= 24 * k * 17 / 16
+    plain = Int8Linear.from_linear(linear, group_size, backend="triton")
+    assert torch.equal(module.weight, plain._codes)
+
+
 def test_a_back_end_that_reads_plain_weights_gets_them_plain():
     _, module = make(backend="triton")
-    assert module._codes.shape == (48, 300)
+    assert module._codes.shape == (48, 316)
 
 
 def test_dequantized_weight_and_input_are_within_half_a_step():
     linear, module = make()
     weight = linear.weight.detach()
-    step = module.weight_scale.repeat_interleave(64, -1)[:, :300]
+    step = module.weight_scale.repeat_interleave(64, -1)[:, :316]
     error = (module.dequantized_weight() - weight).abs()
     assert torch.all(error <= 0.5001 * step)
     assert error.max() > 0
-    x = torch.randn(2, 3, 300)
+    x = torch.randn(2, 3, 316)
     codes, scale = farro.quantize_int8_groups(x, 64)
     assert torch.equal(module.dequantized_input(x), farro.dequantize_int8_groups(codes, scale, 64))
 
@@ -191,33 +203,33 @@ def test_state_dict_has_the_documented_names_shapes_and_dtypes(bias):
 
 def test_load_state_dict_in_place_keeps_the_memory():
     _, source = make()
-    target = Int8Linear(300, 48, group_size=64)
+    target = Int8Linear(316, 48, group_size=64)
     addresses = [t.data_ptr() for t in target.buffers()]
     target.load_state_dict(source.state_dict())
     assert [t.data_ptr() for t in target.buffers()] == addresses
-    x = torch.randn(4, 300)
+    x = torch.randn(4, 316)
     assert torch.equal(target(x), source(x))
 
 
 def test_meta_module_is_loaded_by_assignment():
     _, source = make()
     with torch.device("meta"):
-        target = torch.nn.Sequential(Int8Linear(300, 48, group_size=64))
-    assert target(torch.empty(2, 300, device="meta")).shape == (2, 48)
+        target = torch.nn.Sequential(Int8Linear(316, 48, group_size=64))
+    assert target(torch.empty(2, 316, device="meta")).shape == (2, 48)
     state = {f"0.{name}": tensor for name, tensor in source.state_dict().items()}
     with pytest.raises(RuntimeError, match=r"0\.weight cannot be copied.*assign=True"):
         target.load_state_dict(state)
     target.load_state_dict(state, assign=True)
-    x = torch.randn(4, 300)
+    x = torch.randn(4, 316)
     assert torch.equal(target(x), source(x))
     assert target[0]._codes.shape == (5, 48, 64)
 
 
 def test_to_empty_lays_out_for_the_device_and_loads():
     _, source = make()
-    target = Int8Linear(300, 48, group_size=64, device="meta").to_empty(device="cpu")
+    target = Int8Linear(316, 48, group_size=64, device="meta").to_empty(device="cpu")
     target.load_state_dict(source.state_dict())
-    x = torch.randn(4, 300)
+    x = torch.randn(4, 316)
     assert torch.equal(target(x), source(x))
 
 
@@ -244,7 +256,7 @@ def broken_states():
     yield "no bias", drop("bias"), r"Missing key\(s\).*bias"
     yield "float weight", change("weight", lambda t: t.float()), "weight has dtype float32"
     yield "uint8 weight", change("weight", lambda t: t.view(torch.uint8)), "dtype uint8"
-    yield "packed weight", change("weight", lambda t: t[None]), r"weight has shape \[1, 48, 300\]"
+    yield "packed weight", change("weight", lambda t: t[None]), r"weight has shape \[1, 48, 316\]"
     yield "uint8 scale", change("weight_scale", lambda t: t.to(torch.uint8)), "dtype uint8"
     e8m0 = torch.float8_e8m0fnu
     yield "e8m0 scale", change("weight_scale", lambda t: t.to(e8m0)), "dtype float8_e8m0fnu"
@@ -275,14 +287,14 @@ def test_safetensors_round_trip(tmp_path):
     model = torch.nn.Sequential(inner, make(20, 48)[1])
     safetensors.save_file(model.state_dict(), tmp_path / "model.safetensors")
     state = safetensors.load_file(tmp_path / "model.safetensors")
-    assert state["0.weight"].shape == (48, 300)
+    assert state["0.weight"].shape == (48, 316)
     assert state["0.weight"].dtype == torch.int8
     assert state["1.weight_scale"].shape == (20, 1)
     fresh = torch.nn.Sequential(
-        Int8Linear(300, 48, group_size=64), Int8Linear(48, 20, group_size=64)
+        Int8Linear(316, 48, group_size=64), Int8Linear(48, 20, group_size=64)
     )
     fresh.load_state_dict(state)
-    x = torch.randn(3, 300)
+    x = torch.randn(3, 316)
     assert torch.equal(fresh(x), model(x))
     safetensors.save_model(model, str(tmp_path / "whole.safetensors"))
     again = copy.deepcopy(fresh)
@@ -309,7 +321,7 @@ def test_safetensors_round_trip(tmp_path):
 def test_a_cast_leaves_codes_and_scales_as_they_are(cast):
     _, module = make(bias=False)
     before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
-    x = torch.randn(3, 300)
+    x = torch.randn(3, 316)
     want = module(x)
     cast(module)
     for name, tensor in module.state_dict().items():
@@ -326,7 +338,7 @@ def test_a_cast_casts_the_bias():
 def test_moving_to_meta_unpacks_and_keeps_shapes():
     _, module = make()
     module.to("meta")
-    assert module._codes.shape == module.weight.shape == (48, 300)
+    assert module._codes.shape == module.weight.shape == (48, 316)
     assert module.weight_scale.shape == (48, 5)
 
 
@@ -342,7 +354,7 @@ def test_moving_to_meta_unpacks_and_keeps_shapes():
 def test_copies_are_equal_and_independent(clone):
     _, module = make()
     twin = clone(module)
-    x = torch.randn(3, 300)
+    x = torch.randn(3, 316)
     want = module(x)
     assert torch.equal(twin(x), want)
     twin._codes.zero_()
@@ -360,7 +372,7 @@ def test_tie_weight_shares_memory_and_says_how_much():
     one, two = make(bias=False)[1], make(bias=False)[1]
     held = two._codes.nbytes + two._scale.nbytes
     assert two.tie_weight_(one) == held
-    x = torch.randn(3, 300)
+    x = torch.randn(3, 316)
     assert torch.equal(two(x), one(x))
     assert two._codes.data_ptr() == one._codes.data_ptr()
 
@@ -370,7 +382,7 @@ def test_tie_weight_shares_memory_and_says_how_much():
 
 def test_forward_runs_in_every_grad_mode_and_backward_refuses():
     _, module = make()
-    x = torch.randn(3, 300)
+    x = torch.randn(3, 316)
     want = module(x)
     with torch.no_grad():
         assert torch.equal(module(x), want)
@@ -392,14 +404,14 @@ def test_compile_in_one_graph_and_three_at_most_over_many_batch_sizes():
     compiled = torch.compile(model, fullgraph=True, backend=counter)
     with torch.no_grad():
         for m in (0, 1, 2, 3, 17, 64, 1000):
-            x = torch.randn(m, 300)
+            x = torch.randn(m, 316)
             assert torch.equal(compiled(x), model(x))
     assert counter.frame_count <= 3
 
 
 def test_repr_says_what_it_is():
     assert repr(make(bias=False)[1]) == (
-        "Int8Linear(in_features=300, out_features=48, bias=False, group_size=64)"
+        "Int8Linear(in_features=316, out_features=48, bias=False, group_size=64)"
     )
     assert "backend='triton'" in repr(make(backend="triton")[1])
 
@@ -410,10 +422,10 @@ def test_repr_says_what_it_is():
 @pytest.mark.gpu
 def test_moves_between_cpu_and_gpu_keep_the_values_bit_for_bit():
     _, module = make()
-    x = torch.randn(5, 300)
+    x = torch.randn(5, 316)
     want, state = module(x), module.state_dict()
     module.cuda()
-    assert module._codes.shape == (48, 300)
+    assert module._codes.shape == (48, 316)
     assert torch.equal(module(x.cuda()).cpu(), want)
     for name, tensor in module.state_dict().items():
         assert tensor.is_cuda
@@ -425,7 +437,7 @@ def test_moves_between_cpu_and_gpu_keep_the_values_bit_for_bit():
 
 @pytest.mark.gpu
 def test_quantizing_on_the_gpu_gives_the_same_state_dict():
-    linear = torch.nn.Linear(300, 48)
+    linear = torch.nn.Linear(316, 48)
     on_cpu = Int8Linear.from_linear(linear, 64).state_dict()
     on_gpu = Int8Linear.from_linear(linear.cuda(), 64).state_dict()
     for name, tensor in on_gpu.items():
@@ -439,6 +451,6 @@ def test_a_pickle_mapped_to_the_gpu_is_laid_out_for_it():
     torch.save(module, file)
     file.seek(0)
     loaded = torch.load(file, weights_only=False, map_location="cuda")
-    assert loaded._codes.shape == (48, 300)
-    x = torch.randn(5, 300)
+    assert loaded._codes.shape == (48, 316)
+    x = torch.randn(5, 316)
     assert torch.equal(loaded(x.cuda()).cpu(), module(x))
