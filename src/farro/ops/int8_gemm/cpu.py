@@ -93,9 +93,17 @@ def _multiply_add(total: torch.Tensor, partial: torch.Tensor, scales: torch.Tens
         total.copy_(fma32(partial, scales, total))
 
 
-def _one_unit_stride(matrix: torch.Tensor) -> torch.Tensor:
-    """oneDNN reads in place where one stride is 1; other views go through a copy of the block."""
-    return matrix if 1 in matrix.stride() else matrix.contiguous()
+def _readable(matrix: torch.Tensor) -> torch.Tensor:
+    """The matrix itself where torch._int_mm reads it right in place, else a copy of the block.
+
+    One stride must be 1 and the other span a row or column: overlapping windows and a single row of
+    strides (1, 1), which is what a weight with K = 1 looks like, give garbage without an error.
+    """
+    rows, columns = matrix.shape
+    down, across = matrix.stride()
+    if (across == 1 and down >= columns) or (down == 1 and across >= rows > 1):
+        return matrix
+    return matrix.clone(memory_format=torch.contiguous_format)
 
 
 class _Block:
@@ -122,9 +130,9 @@ class _Block:
         if not self.exact:
             torch.mm(a.float(), b.float(), out=self.partial_list[index])
         elif self.swap:
-            torch._int_mm(b.T, _one_unit_stride(a).T, out=self.product_list[index])
+            torch._int_mm(_readable(b.T), _readable(a.T), out=self.product_list[index])
         else:
-            torch._int_mm(_one_unit_stride(a), _one_unit_stride(b), out=self.product_list[index])
+            torch._int_mm(_readable(a), _readable(b), out=self.product_list[index])
 
     def add_groups(self, scale_a: torch.Tensor, scale_b: torch.Tensor) -> None:
         """total = fma(partial, sA*sB, total); scale_a [groups, rows], scale_b [groups, columns]."""
