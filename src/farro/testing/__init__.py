@@ -1,0 +1,45 @@
+"""Public helpers to compare tensors bit for bit, and the specification's edge cases as data.
+
+    for case in farro.testing.int8_gemm_cases():
+        call = case.build(device="cpu", seed=0)
+        assert call.check(kernel).status != "failed"
+
+`farro verify` and the test-suite run the same cases; a kernel outside farro can use them too, with
+`call.arguments` (its inputs), `call.expected` (what the reference gives) and `assert_bit_equal`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from .case import Call, Case, Outcome
+from .compare import Mismatch, assert_bit_equal, difference, first_mismatch
+from .int8_gemm import GemmCase, int8_gemm_cases
+from .int8_quantize import QuantizeCase, quantize_cases
+from .layouts import LAYOUTS, Guarded, guarded, laid_out, poisoned_memory
+
+# operator -> its cases; an operator without a row has none for `farro verify` to run
+CASES: dict[str, Callable[[], Sequence[Case]]] = {
+    "int8_gemm": int8_gemm_cases,
+    "int8_quantize": quantize_cases,
+}
+
+__all__ = [
+    "CASES",
+    "Call",
+    "Case",
+    "GemmCase",
+    "Guarded",
+    "LAYOUTS",
+    "Mismatch",
+    "Outcome",
+    "QuantizeCase",
+    "assert_bit_equal",
+    "difference",
+    "first_mismatch",
+    "guarded",
+    "int8_gemm_cases",
+    "laid_out",
+    "poisoned_memory",
+    "quantize_cases",
+]
