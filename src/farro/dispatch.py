@@ -230,17 +230,17 @@ def explained_by(
 
 
 def explain(
-    function: Callable[..., Any], *args: Any, arch: str | None = None, **kwargs: Any
+    function: Callable[..., Any], *args: Any, arch: str | Arch | None = None, **kwargs: Any
 ) -> Explanation:
     """What `function(*args, **kwargs)` would run, without running it.
 
-    `arch` ("cpu", "sm_90", ...) pretends another device; meta tensors are accepted. Bad arguments
+    `arch` ("cpu", "sm_90", ... or an Arch) pretends another device; meta tensors are accepted. Bad arguments
     raise what the call would raise. Nothing is printed and nothing computed.
     """
     if function not in _DESCRIBERS:
         known = ", ".join(sorted(f.__name__ for f in _DESCRIBERS))
         raise ValueError(f"explain: {function!r} is not an operator of farro; known: {known}")
-    pretended: Arch | None = None if arch is None else arch_named(arch)
+    pretended = arch_named(arch) if isinstance(arch, str) else arch
     operator, problem, backend = _DESCRIBERS[function](*args, arch=pretended, **kwargs)
     rows = []
     chosen = None
