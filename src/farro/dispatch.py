@@ -234,8 +234,8 @@ def explain(
 ) -> Explanation:
     """What `function(*args, **kwargs)` would run, without running it.
 
-    `arch` ("cpu", "sm_90", ... or an Arch) pretends another device; meta tensors are accepted. Bad arguments
-    raise what the call would raise. Nothing is printed and nothing computed.
+    `arch` ("cpu", "sm_90", ... or an Arch) pretends another device; meta tensors are accepted.
+    Bad arguments raise what the call would raise. Nothing is printed and nothing computed.
     """
     if function not in _DESCRIBERS:
         known = ", ".join(sorted(f.__name__ for f in _DESCRIBERS))
