@@ -1,0 +1,89 @@
+"""farro explain: which kernel would run a problem, and why the others would not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import typer
+
+_DTYPES = ("bfloat16", "float16", "float32", "float64")
+
+
+def _int8_gemm(m: int, n: int | None, k: int, dtype: Any, group_size: int, **keywords: Any) -> Any:
+    import torch
+
+    from .. import explain, int8_gemm
+
+    if n is None:
+        raise ValueError("int8_gemm needs --n, the columns of the result")
+    groups = -(-k // max(group_size, 1))
+    a = torch.empty(m, k, dtype=torch.int8, device="meta")
+    weight = torch.empty(n, k, dtype=torch.int8, device="meta")
+    scale_a = torch.empty(m, groups, dtype=torch.float32, device="meta")
+    scale_b = torch.empty(groups, n, dtype=torch.float32, device="meta")
+    return explain(
+        int8_gemm,
+        *(a, weight.T, scale_a, scale_b),
+        group_size=group_size,
+        output_dtype=dtype,
+        **keywords,
+    )
+
+
+def _quantize(m: int, n: int | None, k: int, dtype: Any, group_size: int, **keywords: Any) -> Any:
+    import torch
+
+    from .. import explain, quantize_int8_groups
+
+    if n is not None:
+        raise ValueError("quantize_int8_groups takes rows [M,K]: leave out --n")
+    x = torch.empty(m, k, dtype=dtype, device="meta")
+    return explain(quantize_int8_groups, x, group_size, **keywords)
+
+
+# public function -> its Explanation for sizes; the operator's name serves as well
+_OPERATORS: dict[str, Callable[..., Any]] = {
+    "int8_gemm": _int8_gemm,
+    "quantize_int8_groups": _quantize,
+    "int8_quantize": _quantize,
+}
+
+
+def explain_command(
+    operator: Annotated[str, typer.Argument(help="int8_gemm or quantize_int8_groups.")],
+    m: Annotated[int, typer.Option(min=0, help="Rows of the result, or of x.")],
+    k: Annotated[int, typer.Option(min=0, help="The dimension that is summed, or grouped.")],
+    n: Annotated[int | None, typer.Option(min=0, help="Columns of the result.")] = None,
+    group_size: Annotated[int, typer.Option(help="32, 64, 128 or 256.")] = 256,
+    dtype: Annotated[
+        str, typer.Option(help="Of the result; of x for quantize_int8_groups.")
+    ] = "bfloat16",
+    arch: Annotated[
+        str | None, typer.Option(help="cpu, sm_90, ...: pretend a device. Default: this machine's.")
+    ] = None,
+    backend: Annotated[str, typer.Option(help="auto, reference, cpu, triton or cuda.")] = "auto",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Which kernel would run a problem, its configuration, and why the others would not.
+
+    Nothing is computed. Operands are laid out as preferred: weights [N,K], contiguous scales.
+    Exit code 1 where nothing would run.
+    """
+    import torch
+
+    from .environment import current_arch
+
+    if operator not in _OPERATORS:
+        raise ValueError(f"no operator is named {operator!r}; known: {', '.join(_OPERATORS)}")
+    if dtype not in _DTYPES:
+        raise ValueError(f"--dtype is {dtype!r}; needed one of {', '.join(_DTYPES)}")
+    explanation = _OPERATORS[operator](
+        *(m, n, k, getattr(torch, dtype), group_size),
+        arch=current_arch() if arch is None else arch,
+        backend=backend,
+    )
+    typer.echo(json.dumps(explanation.as_dict(), indent=2) if as_json else str(explanation))
+    if explanation.chosen is None:
+        raise typer.Exit(1)
