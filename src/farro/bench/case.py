@@ -1,0 +1,116 @@
+"""What is timed: a Case is one problem, its Subjects are the ways to compute it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..dispatch import _DESCRIBERS, Operator, select
+from ..problem import Problem
+
+Sizes = Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """One way to compute a case. `call` enqueues it and gives its result."""
+
+    name: str
+    role: str  # "farro", "peer", "ceiling"
+    call: Callable[[], Any]
+    value: Callable[[Any], torch.Tensor] = lambda result: result  # the tensor to compare
+    truth: Callable[[], torch.Tensor] | None = None  # None: the case's own
+    backend: str | None = None
+    kernel: str | None = None
+    config: str | None = None
+    note: str | None = None
+
+
+@dataclass(frozen=True)
+class Missing:
+    """A subject that does not run here, and why."""
+
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Options:
+    """What every adapter is told."""
+
+    device: torch.device
+    group_size: int = 256
+    dtype: torch.dtype = torch.bfloat16
+    peers: str = "default"  # "none", "default", "tuned"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One problem: `function(*args, backend=..., **kwargs)` is farro's public call."""
+
+    sizes: dict[str, int]
+    options: Options
+    ops: int  # multiplications and additions
+    nbytes: int  # each input read once, each output written once
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    truth: Callable[[], torch.Tensor]  # float64
+    peers: Callable[[], Iterable[Subject | Missing]] = field(default=tuple)
+    extra: Callable[[], Iterable[Subject | Missing]] = field(default=tuple)  # farro's other ways
+    value: Callable[[Any], torch.Tensor] = lambda result: result
+    run: Callable[[Callable[..., None], Any], Any] | None = None  # (kernel function, config)
+
+    def problem(self) -> tuple[Operator, Problem]:
+        operator, problem, _ = _DESCRIBERS[self.function](*self.args, **self.kwargs)
+        return operator, problem
+
+    def farro(self, backends: Iterable[str]) -> list[Subject | Missing]:
+        """A subject for each back end that runs this, else why not; "auto" is one too."""
+        operator, problem = self.problem()
+        found: list[Subject | Missing] = []
+        for backend in backends:
+            name = f"farro {backend}"
+            try:
+                choice = select(operator, problem, backend)
+            except RuntimeError as error:
+                found.append(Missing(name, str(error)))
+                continue
+            call = self._call(backend)
+            config = None if choice.config is None else str(choice.config)
+            found.append(
+                Subject(
+                    *(name, "farro", call, self.value),
+                    backend=choice.kernel.backend,
+                    kernel=choice.kernel.name,
+                    config=config,
+                )
+            )
+        return found
+
+    def _call(self, backend: str) -> Callable[[], Any]:
+        function, args, kwargs = self.function, self.args, self.kwargs
+        return lambda: function(*args, backend=backend, **kwargs)
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """One operator of the benchmark."""
+
+    operator: str
+    build: Callable[[Sizes, Options], Case]
+    shapes: Mapping[str, tuple[dict[str, int], ...]]  # named sets of sizes, all dimensions but m
+    rows: Mapping[str, tuple[int, ...]]  # the same names: values of m
+    group_sizes: tuple[int, ...] = (256,)
+    ceiling: Callable[[torch.device], Subject | Missing] | None = None
+    ceiling_ops: Callable[[torch.device], int] = lambda device: 0
+    summary: str = ""
+
+
+def backends_of(operator: Operator) -> list[str]:
+    """All fast back ends of an operator, in order; the reference is timed only when asked for."""
+    names = dict.fromkeys(k.backend for k in operator.kernels)
+    return [name for name in names if name != "reference"]

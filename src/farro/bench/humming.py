@@ -1,0 +1,142 @@
+"""Humming (humming-kernels) as a peer, in its default and in a tuned configuration.
+
+It quantizes the weight that the codes stand for again, to its own layout with BF16 scales; the
+error beside its time is against what it was given. Its default is its heuristic; "tuned" is the
+best of what its heuristic picks for any M, and of the neighbours of those.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import functools
+import importlib.util
+import json
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from .case import Missing, Subject
+from .peers import Operands, fastest, product64
+
+_LAYERS: dict[Any, Any] = {}
+_CANDIDATES: dict[Any, list[str]] = {}
+_MOST = 40
+
+
+def humming(operands: Operands) -> Iterator[Subject | Missing]:
+    name = f"Humming INT8 G{operands.group_size}"
+    if importlib.util.find_spec("humming") is None:
+        yield Missing(name, "not installed: pip install humming-kernels")
+        return
+    try:
+        layer, given = _layer(operands)
+        x = operands.x(torch.bfloat16)
+        codes, scale = _quantize(layer, x)
+    except Exception as error:
+        yield Missing(name, f"{type(error).__name__}: {error}"[:200])
+        return
+    truth = functools.cache(lambda: product64(x, given))
+    yield Subject(name, "peer", lambda: layer(codes, input_scale=scale), truth=truth)
+    if "tuned" not in operands.options.peers:
+        return
+    best = _tuned(layer, codes, scale, operands)
+    if isinstance(best, Missing):
+        yield best
+        return
+    yield Subject(
+        *(f"{name} tuned", "peer"),
+        lambda: layer(codes, input_scale=scale, tuning_config=best),
+        truth=truth,
+        config=best,
+    )
+
+
+def _quantize(layer: Any, x: torch.Tensor) -> Any:
+    from humming.forward import may_quant_input
+
+    return may_quant_input(layer.humming_config, x)
+
+
+def _layer(operands: Operands) -> tuple[Any, torch.Tensor]:
+    """The layer of this weight and the weight that it was given; the last one is kept."""
+    from humming.layer import HummingLayer
+
+    (n, k), group_size = operands.b.shape, operands.group_size
+    key = (n, k, group_size, operands.b.device, operands.b.data_ptr())
+    if key not in _LAYERS:
+        _LAYERS.clear()
+        weight = operands.weight(torch.bfloat16)
+        with torch.cuda.device(operands.b.device):
+            layer = HummingLayer(
+                shape_n=n,
+                shape_k=k,
+                weight_config={"dtype": "int8", "group_size": group_size},
+                input_config={"dtype": "int8", "group_size": group_size},
+                torch_dtype=torch.bfloat16,
+            ).cuda()
+            layer.load_from_unquantized(weight)
+            layer.transform()
+        _LAYERS[key] = layer, weight
+    found: tuple[Any, torch.Tensor] = _LAYERS[key]
+    return found
+
+
+def _tuned(
+    layer: Any, codes: torch.Tensor, scale: torch.Tensor, operands: Operands
+) -> str | Missing:
+    """The fastest candidate for this M, as the JSON text that Humming takes."""
+    name = f"Humming INT8 G{operands.group_size} tuned"
+    config = layer.humming_config.to_str()
+    if config not in _CANDIDATES:
+        _CANDIDATES.clear()
+        try:
+            _CANDIDATES[config] = _compiled(layer, config, codes.device)
+        except Exception as error:
+            return Missing(name, f"{type(error).__name__}: {error}"[:200])
+    default = layer(codes, input_scale=scale)
+    calls: dict[Any, Callable[[], Any]] = {}
+    for text in _CANDIDATES[config]:
+        call = functools.partial(layer, codes, input_scale=scale, tuning_config=text)
+        try:
+            close = torch.allclose(call().float(), default.float(), rtol=2e-2, atol=1e-2)
+        except Exception as error:
+            if "CUDA error" in str(error):
+                raise
+            continue
+        if close:
+            calls[text] = call
+    best, failed = fastest(calls, codes.device)
+    return Missing(name, f"no candidate runs: {failed}") if best is None else str(best)
+
+
+def _compiled(layer: Any, config: str, device: torch.device) -> list[str]:
+    """Candidate configurations that compile for this layer."""
+    from humming.kernel.humming import HummingKernel
+    from humming.tune import get_heuristics_config
+
+    picked = [entry[2] for entry in get_heuristics_config(layer.humming_config, device=device)]
+    texts: dict[str, None] = {}
+    for base in (*picked, *(near for one in picked for near in _neighbours(one))):
+        texts.setdefault(json.dumps(base, default=lambda value: value.value))
+    chosen = list(texts)[:_MOST]
+
+    def build(text: str) -> str | None:
+        try:
+            with torch.cuda.device(device):
+                HummingKernel.prepare_kernels(config, None, text, device)
+        except Exception:
+            return None
+        return text
+
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+        return [text for text in pool.map(build, chosen) if text is not None]
+
+
+def _neighbours(base: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    stages = base.get("num_stages", 2)
+    yield from ({**base, "num_stages": s} for s in (stages - 1, stages + 1) if s >= 3)
+    if base.get("use_stream_k", True):
+        yield {**base, "use_stream_k": False}
+    yield from ({**base, "raster_group_m": r} for r in (1, 8) if base.get("raster_group_m") != r)

@@ -1,0 +1,64 @@
+"""Plots of a result: time against M for each shape, and the dense sweep."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+
+def _shapes(rows: Iterable[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """Rows of each (N, K, G), by the name of its file."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        sizes = "x".join(str(row[name]) for name in ("n", "k") if name in row)
+        found.setdefault(f"{sizes}-g{row['group_size']}", []).append(row)
+    return found
+
+
+def draw(result: dict[str, Any], directory: Path) -> list[Path]:
+    """Write all plots of a result as PNG files; gives their paths."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    directory.mkdir(parents=True, exist_ok=True)
+    paths = []
+    for kind, wanted in (("m", lambda s: s not in ("dense",)), ("dense", lambda s: s == "dense")):
+        rows = [row for row in result["rows"] if wanted(row["set"])]
+        for name, members in _shapes(rows).items():
+            if len({row["m"] for row in members}) > 1:
+                path = directory / f"{result['operator']}-{name}-{kind}.png"
+                _plot(members, f"{result['operator']} {name.replace('-g', ', G ')}", kind, path)
+                paths.append(path)
+    return paths
+
+
+def _plot(rows: list[dict[str, Any]], title: str, kind: str, path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4.2), dpi=110, layout="constrained")
+    axes = figure.add_subplot()
+    for subject in dict.fromkeys(row["subject"] for row in rows):
+        points = sorted((r["m"], r["us"]) for r in rows if r["subject"] == subject)
+        role = next(r["role"] for r in rows if r["subject"] == subject)
+        axes.plot(
+            *zip(*points),
+            label=subject,
+            linewidth=2.2 if role == "farro" else 1.1,
+            linestyle={"floor": ":", "peer": "--"}.get(role, "-"),
+            color="black" if role == "floor" else None,
+            marker="" if kind == "dense" else "o",
+            markersize=3.5,
+        )
+    if kind != "dense":
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        ticks = sorted({row["m"] for row in rows})
+        axes.set_xticks(ticks, [str(tick) for tick in ticks], fontsize=7)
+    else:
+        axes.set_ylim(bottom=0)
+    axes.set(xlabel="M", ylabel="microseconds", title=title)
+    axes.grid(True, which="major", alpha=0.3)
+    axes.legend(fontsize=7)
+    # no software version in the file: the same data gives the same bytes
+    figure.savefig(path, metadata={"Software": None})

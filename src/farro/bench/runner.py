@@ -1,0 +1,317 @@
+"""Run cases: check every subject's result, time all of them in turn, collect rows."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from . import results
+from .case import Adapter, Case, Missing, Options, Subject, backends_of
+from .floor import Floors
+from .timing import QUICK, Budget, CpuTimer, GpuTimer, Timer, median, timer
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One case to run, and the named set that it belongs to."""
+
+    group: str  # "default", "heldout", "dense", ...
+    sizes: dict[str, int]
+    options: Options
+
+
+@dataclass
+class Session:
+    """What a run shares between cases."""
+
+    adapter: Adapter
+    result: dict[str, Any]
+    clock: Timer
+    floors: Floors
+    backends: Sequence[str] = ("all",)
+    rounds: int = 2
+    quick: bool = False
+    say: Say = lambda line: None
+    output: Path | None = None
+    deadline: float | None = None
+    tops: float | None = None  # the tensor-core ceiling
+    _missing: dict[str, str] = field(default_factory=dict)
+
+    def miss(self, missing: Missing) -> None:
+        """Name a subject that does not run, once for each reason."""
+        if self._missing.get(missing.name) != missing.reason:
+            self._missing[missing.name] = missing.reason
+            self.result["missing"].append({"name": missing.name, "reason": missing.reason})
+            self.say(f"  {missing.name}: {missing.reason}")
+
+
+def open_session(
+    adapter: Adapter, device: torch.device, command: Sequence[str], cold: bool | None, **more: Any
+) -> Session:
+    clock = timer(device, cold)
+    result = results.empty(adapter.operator, device, command)
+    result["settings"] = {"cold": clock.cold, "statistic": "median"}
+    return Session(adapter, result, clock, Floors(clock), **more)
+
+
+def run(session: Session, plans: Iterable[Plan]) -> dict[str, Any]:
+    """Run all plans, saving after each; stops early at the session's deadline."""
+    _measure_ceilings(session)
+    for plan in plans:
+        if session.deadline is not None and time.monotonic() > session.deadline:
+            session.say("time is up: the remaining cases were not run")
+            session.result["settings"]["stopped_early"] = True
+            break
+        for row in run_case(session, plan):
+            session.result["rows"].append(row)
+        _save(session)
+    session.result["steps"] = steps(session.result["rows"])
+    _save(session)
+    return session.result
+
+
+def _save(session: Session) -> None:
+    if session.output is not None:
+        results.save(session.output, session.result)
+
+
+def _measure_ceilings(session: Session) -> None:
+    device = session.clock.device
+    ceilings = session.result["ceilings"]
+    size = 1 << 29 if device.type == "cuda" else 1 << 27
+    if session.quick:
+        size >>= 3
+    us, way = session.floors.read(size)
+    ceilings["read"] = {"gbs": size / us / 1e3, "bytes": size, "way": way}
+    ceilings["copy"] = {"gbs": session.floors.copy_gbs()}
+    if session.adapter.ceiling is None:
+        return
+    subject = session.adapter.ceiling(device)
+    if isinstance(subject, Missing):
+        session.miss(subject)
+        return
+    subject.call()
+    us = median(session.clock.samples(subject.call, QUICK))
+    session.tops = session.adapter.ceiling_ops(device) / us / 1e6
+    ceilings["arithmetic"] = {"tops": session.tops, "way": subject.name}
+
+
+def run_case(session: Session, plan: Plan) -> list[dict[str, Any]]:
+    """Rows of one case, the floor's first. Subjects that fail are named as missing."""
+    case = session.adapter.build(plan.sizes, plan.options)
+    dense = plan.group == "dense"
+    session.say(_title(session, plan))
+    ready: list[tuple[Subject, dict[str, Any]]] = []
+    for found in _subjects(session, case, dense):
+        if isinstance(found, Missing):
+            session.miss(found)
+            continue
+        try:
+            ready.append((found, _check(session, case, found)))
+        except Exception as error:  # one that fails must not hide the others
+            _failed(session, plan, found, error)
+    budget = _budget(session, dense)
+    samples: dict[str, list[float]] = {subject.name: [] for subject, _ in ready}
+    for _ in range(1 if dense else session.rounds):
+        for subject, _row in ready:
+            samples[subject.name] += session.clock.samples(subject.call, budget)
+    floor_us, way = session.floors.read(case.nbytes)
+    rows = [_floor_row(session, case, plan, floor_us, way)]
+    for subject, row in ready:
+        _fill(session, case, plan, row, samples[subject.name], floor_us)
+        if not dense:
+            _host_and_graph(session, subject, row)
+        rows.append(row)
+        session.say(_line(row))
+    return rows
+
+
+def _failed(session: Session, plan: Plan, subject: Subject, error: Exception) -> None:
+    """Name what failed; farro's own failures fail the run. A lost GPU context ends it."""
+    if session.clock.device.type == "cuda":
+        try:
+            torch.cuda.synchronize(session.clock.device)
+        except Exception:
+            raise error from None
+    reason = f"{type(error).__name__}: {_first_line(error)}"
+    if subject.role == "farro":
+        session.result["failed"].append(f"{_title(session, plan)}: {subject.name}: {reason}")
+        session.say(f"  FAILED {subject.name}: {reason}")
+    else:
+        session.miss(Missing(subject.name, reason))
+
+
+def _subjects(session: Session, case: Case, dense: bool) -> Iterator[Subject | Missing]:
+    if dense:
+        wanted: Sequence[str] = ["auto"] if "all" in session.backends else session.backends
+        yield from case.farro(wanted)
+        return
+    operator, _ = case.problem()
+    named = list(session.backends)
+    wanted = ["auto", *backends_of(operator)] if "all" in named else named
+    yield from case.farro(wanted)
+    yield from case.extra()
+    if case.options.peers != "none":
+        yield from case.peers()
+
+
+def _budget(session: Session, dense: bool) -> Budget:
+    if session.quick:
+        return QUICK
+    if dense:
+        return replace(QUICK, least=15) if session.clock.device.type == "cuda" else QUICK
+    return session.clock.default
+
+
+def _check(session: Session, case: Case, subject: Subject) -> dict[str, Any]:
+    """Warm a subject up and compare its result, over memory that held NaN, with the truth."""
+    result = subject.call()
+    if case.options.device.type == "cuda":
+        for tensor in result if isinstance(result, tuple) else (result,):
+            if tensor.is_floating_point():
+                torch.full_like(tensor, math.nan)  # the allocator hands this block out next
+        del result, tensor
+        result = subject.call()
+        torch.cuda.synchronize(case.options.device)
+    value = subject.value(result)
+    truth = (subject.truth or case.truth)()
+    error = relative_error(value, truth)
+    return {
+        "subject": subject.name,
+        "role": subject.role,
+        "backend": subject.backend,
+        "kernel": subject.kernel,
+        "config": subject.config,
+        "note": subject.note,
+        "error": error if math.isfinite(error) else None,
+    }
+
+
+def relative_error(value: torch.Tensor, truth: torch.Tensor) -> float:
+    """||value - truth|| / ||truth|| (Frobenius, float64), a block of rows at a time."""
+    if value.shape != truth.shape:
+        raise ValueError(f"a result of shape {list(value.shape)}; needed {list(truth.shape)}")
+    difference = reference = 0.0
+    rows = max(1, (1 << 26) // max(1, truth[0].numel())) if truth.numel() else 1
+    for top in range(0, len(truth), rows):
+        part, exact = value[top : top + rows], truth[top : top + rows]
+        difference += float((part.double() - exact).square().sum())
+        reference += float(exact.square().sum())
+    if reference == 0:
+        return math.sqrt(difference)
+    return math.sqrt(difference / reference)
+
+
+def _floor_row(
+    session: Session, case: Case, plan: Plan, floor_us: float, way: str
+) -> dict[str, Any]:
+    row: dict[str, Any] = {"subject": "read floor", "role": "floor", "note": way}
+    _describe(session, case, plan, row)
+    row["us"] = floor_us
+    row["gbs"] = case.nbytes / floor_us / 1e3
+    return row
+
+
+def _describe(session: Session, case: Case, plan: Plan, row: dict[str, Any]) -> None:
+    options = case.options
+    row |= {"set": plan.group, **case.sizes, "group_size": options.group_size}
+    row |= {"dtype": str(options.dtype).removeprefix("torch."), "cold": session.clock.cold}
+
+
+def _fill(
+    session: Session,
+    case: Case,
+    plan: Plan,
+    row: dict[str, Any],
+    samples: list[float],
+    floor_us: float,
+) -> None:
+    _describe(session, case, plan, row)
+    ordered = sorted(samples)
+    us = median(ordered)
+    row |= {
+        "us": us,
+        "us_low": ordered[len(ordered) // 10],
+        "us_high": ordered[len(ordered) * 9 // 10],
+        "runs": len(ordered),
+        "tops": case.ops / us / 1e6,
+        "gbs": case.nbytes / us / 1e3,
+        "floor_us": floor_us,
+        "floor_percent": 100 * floor_us / us,
+    }
+    if session.tops:
+        row["ceiling_percent"] = 100 * row["tops"] / session.tops
+
+
+def _host_and_graph(session: Session, subject: Subject, row: dict[str, Any]) -> None:
+    clock = session.clock
+    graph = clock.graph_us(subject.call)
+    if isinstance(graph, str):
+        row["note"] = "; ".join(filter(None, [row["note"], graph]))
+        graph = None
+    row["graph_us"] = graph
+    row["host_us"] = clock.host_us(subject.call, row["us"])
+    row["peak_bytes"] = clock.peak_bytes(subject.call) if subject.role == "farro" else None
+
+
+def steps(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """For each dense sweep: the largest ratio of times of neighbouring m, and where it is."""
+    sweeps: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for row in rows:
+        if row["set"] == "dense" and row["role"] == "farro":
+            name = (row["subject"], row.get("n"), row.get("k"), row["group_size"], row["dtype"])
+            sweeps.setdefault(name, []).append(row)
+    found = []
+    for (subject, n, k, group_size, dtype), points in sweeps.items():
+        points = sorted(points, key=lambda row: row["m"])
+        pairs = [(a, b) for a, b in itertools.pairwise(points) if b["m"] == a["m"] + 1]
+        if not pairs:
+            continue
+        worst = max(pairs, key=lambda pair: _ratio(*pair))
+        found.append(
+            {
+                "subject": subject,
+                **{name: value for name, value in (("n", n), ("k", k)) if value is not None},
+                "group_size": group_size,
+                "dtype": dtype,
+                "largest_step": _ratio(*worst),
+                "between": [worst[0]["m"], worst[1]["m"]],
+                "us": [worst[0]["us"], worst[1]["us"]],
+            }
+        )
+    return found
+
+
+def _ratio(a: dict[str, Any], b: dict[str, Any]) -> float:
+    return float(max(a["us"] / b["us"], b["us"] / a["us"]))
+
+
+def _title(session: Session, plan: Plan) -> str:
+    sizes = " ".join(f"{name.upper()}={value}" for name, value in plan.sizes.items())
+    return f"{session.adapter.operator} {sizes} G{plan.options.group_size} ({plan.group})"
+
+
+def _line(row: dict[str, Any]) -> str:
+    floor = f"{row['floor_percent']:5.1f}% of the floor"
+    error = "NaN" if row["error"] is None else f"{row['error']:.1e}"
+    return (
+        f"  {row['subject']:30s} {row['us']:9.1f} us {row['tops']:7.1f} TOPS "
+        f"{row['gbs']:7.0f} GB/s {floor} error {error}"
+    )
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0][:200] if lines else "no message"
+
+
+__all__ = ["CpuTimer", "GpuTimer", "Plan", "Session", "open_session", "run", "steps"]
