@@ -218,8 +218,9 @@ def verify_command(
     subjects, absent = _subjects(_operators(operator), where, backend, case, quick)
     if not subjects:
         reasons = [f"{a['kernel']} on {a['device']}: {a['reason']}" for a in absent]
-        reasons = reasons or [f"no case is named {case!r}, or no kernel is of back end {backend!r}"]
-        raise ValueError(f"nothing to verify: {'; '.join(reasons)}")
+        if not reasons and case != "*":
+            reasons = [f"no case is named {case!r}"]
+        raise ValueError(f"nothing to verify: {'; '.join(reasons) or f'no kernel of {backend!r}'}")
     _verify(subjects, data)
     found = {
         **environment(),
