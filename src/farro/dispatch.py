@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -40,6 +40,7 @@ class Kernel:
     why_not: Callable[[Problem], str | None] = _nothing
     config: Callable[[Problem], Any] = _nothing
     must_run: Callable[[Problem], bool] = _never
+    configs: Callable[[Problem], Iterable[Any]] | None = None  # those that `farro tune` times
 
     def refuses(self, problem: Problem) -> str | None:
         """Why this kernel does not run the problem, or None."""
@@ -240,7 +241,7 @@ def explain(
     if function not in _DESCRIBERS:
         known = ", ".join(sorted(f.__name__ for f in _DESCRIBERS))
         raise ValueError(f"explain: {function!r} is not an operator of farro; known: {known}")
-    pretended = arch_named(arch) if isinstance(arch, str) else arch
+    pretended = arch if arch is None or isinstance(arch, Arch) else arch_named(arch)
     operator, problem, backend = _DESCRIBERS[function](*args, arch=pretended, **kwargs)
     rows = []
     chosen = None

@@ -146,7 +146,7 @@ def fastest(
     for name, call in calls.items():
         try:
             call()
-            us = median(clock._run(call, 6)[1:])
+            us = median(clock.few(call, 6)[1:])
         except Exception as error:
             failed = f"{type(error).__name__}: {error}"[:160]
             continue

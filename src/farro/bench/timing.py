@@ -56,6 +56,10 @@ class GpuTimer:
         runs = int(budget.ms * 1e3 / (once + self._flush_us + 5.0))
         return self._run(call, max(budget.least, min(budget.most, runs)))
 
+    def few(self, call: Callable[[], Any], runs: int) -> list[float]:
+        """Microseconds of `runs` runs, without a warm-up."""
+        return self._run(call, runs)
+
     def _run(self, call: Callable[[], Any], runs: int, whole: bool = False) -> list[float]:
         """Device events around each run; `whole` times the flush with it."""
         event: Any = torch.cuda.Event
@@ -125,6 +129,9 @@ class CpuTimer:
         once = self._once(call)
         runs = int(budget.ms * 1e3 / max(once, 1.0))
         return [self._once(call) for _ in range(max(budget.least, min(budget.most, runs)))]
+
+    def few(self, call: Callable[[], Any], runs: int) -> list[float]:
+        return [self._once(call) for _ in range(runs)]
 
     def _once(self, call: Callable[[], Any]) -> float:
         if self.cold:

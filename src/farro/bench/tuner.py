@@ -1,0 +1,325 @@
+"""farro tune: measure a kernel's configurations on this device and keep the best in a table.
+
+For each problem the kernel's own `configs` are compiled in parallel processes, run and compared bit
+for bit with each other and by value with the truth, timed quickly, and the best few carefully. All
+times go to a log beside the table, from which the table is made: a run that stops is continued by
+the next one, and rows that a neighbour's configuration serves as well are left out.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .. import tuning
+from ..dispatch import Kernel
+from ..problem import Problem
+from . import builders, results
+from .builders import Task
+from .case import Adapter, Case
+from .runner import Plan, relative_error
+from .timing import Budget, GpuTimer, Timer, median, timer
+
+_CAREFUL = Budget(10.0, 10, 60)
+_FEW = 4  # configurations that are timed carefully
+_HOPELESS = 2.0  # times slower than the best so far after two runs: not timed further
+_TOLERANCE = 1.02  # a row is left out where its neighbour's configuration is this close
+MAX_ERROR = 1e-2  # of any right result, BF16 outputs and quantizers included
+
+
+@dataclass
+class Tuner:
+    adapter: Adapter
+    device: torch.device
+    slug: str  # of the table
+    table: Path
+    jobs: int
+    deadline: float
+    say: Callable[[str], None]
+    progress: Callable[[str, int, int], None]
+    backends: Sequence[str] = ("all",)
+    fresh: bool = False
+    keep: bool = True  # write the log and the table
+    entries: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def log(self) -> Path:
+        return self.table.with_suffix(".log.json")
+
+
+@dataclass(frozen=True)
+class Work:
+    """One problem of one kernel, and the configurations to time."""
+
+    plan: Plan
+    kernel: Kernel
+    configs: tuple[Any, ...]
+    chosen: Any  # what a call would use now
+
+    @property
+    def key(self) -> dict[str, Any]:
+        options = self.plan.options
+        dtype = str(options.dtype).removeprefix("torch.")
+        about = {"backend": self.kernel.backend, "group_size": options.group_size, "dtype": dtype}
+        return {**about, **self.plan.sizes}
+
+
+def as_dict(config: Any) -> dict[str, Any]:
+    found: dict[str, Any] = config.as_dict() if hasattr(config, "as_dict") else asdict(config)
+    return found
+
+
+def tune(tuner: Tuner, plans: Sequence[Plan]) -> list[dict[str, Any]]:
+    """Measure all plans that the log does not hold yet; write the table; give the log's entries."""
+    tuner.entries = [] if tuner.fresh or not tuner.keep else _read_log(tuner.log)
+    work = [w for plan in plans for w in _work(tuner, plan)]
+    known = [e["problem"] for e in tuner.entries]
+    todo = [w for w in work if w.key not in known]
+    if not work:
+        raise ValueError(_nothing(tuner, plans))
+    tuner.say(f"{len(work)} problems, {len(work) - len(todo)} of them measured before")
+    failed = _compile(tuner, todo)
+    clock = timer(tuner.device, True)
+    for done, item in enumerate(todo):
+        if time.monotonic() > tuner.deadline:
+            tuner.say(f"time is up: {len(todo) - done} problems were not measured; run it again")
+            break
+        _measure(tuner, clock, item, failed)
+        _write(tuner)
+    return tuner.entries
+
+
+def _nothing(tuner: Tuner, plans: Sequence[Plan]) -> str:
+    operator = tuner.adapter.operator
+    if not plans:
+        return f"tune: no problem of {operator} was asked for"
+    return (
+        f"tune: no kernel of {operator} that runs on {tuner.device} has configurations to choose "
+        f"among (back ends asked for: {', '.join(tuner.backends)})"
+    )
+
+
+def _work(tuner: Tuner, plan: Plan) -> list[Work]:
+    operator, problem = describe(tuner.adapter, plan)
+    found = []
+    for kernel in operator.kernels:
+        asked = "all" in tuner.backends or kernel.backend in tuner.backends
+        if not asked or kernel.configs is None or kernel.refuses(problem) is not None:
+            continue
+        chosen = kernel.config(problem)
+        configs = dict.fromkeys((chosen, *kernel.configs(problem)))
+        found.append(Work(plan, kernel, tuple(configs), chosen))
+    return found
+
+
+def describe(adapter: Adapter, plan: Plan) -> tuple[Any, Problem]:
+    """Operator and problem of a plan, on the plan's device."""
+    return adapter.build(plan.sizes, plan.options).problem()
+
+
+def _compile(tuner: Tuner, work: Iterable[Work]) -> set[tuple[Any, ...]]:
+    """Compile what can be in half of the time that is left; gives what is not to be timed."""
+    firsts: dict[tuple[Any, ...], Task] = {}
+    for item in work:
+        options = item.plan.options
+        for config in item.configs:
+            sizes = tuple(item.plan.sizes.items())
+            task = Task(tuner.adapter.operator, sizes, options, item.kernel.backend, config)
+            firsts.setdefault(_compiled_key(item, config), task)
+    if tuner.jobs == 0 or not firsts:
+        return set()
+    # in the order of the hash of the text: whatever is reached is a fair sample of each problem
+    tasks = sorted(firsts.items(), key=lambda pair: _scatter(repr(pair[0])))
+    deadline = time.monotonic() + (tuner.deadline - time.monotonic()) / 2
+    answers = builders.build(
+        [task for _, task in tasks],
+        tuner.jobs,
+        deadline,
+        lambda done, total: tuner.progress("compiled", done, total),
+    )
+    errors = {i: text for i, text in answers.items() if text is not None}
+    for text in sorted(set(errors.values()))[:5]:
+        tuner.say(f"  does not run: {text}")
+    skipped = len(tasks) - len(answers)
+    tuner.say(
+        f"compiled {len(answers) - len(errors)} of {len(tasks)} configurations, "
+        f"{len(errors)} failed, {skipped} not reached"
+    )
+    return {tasks[i][0] for i in range(len(tasks)) if answers.get(i, "not reached") is not None}
+
+
+def _compiled_key(item: Work, config: Any) -> tuple[Any, ...]:
+    options = item.plan.options
+    return item.kernel.backend, options.group_size, options.dtype, config
+
+
+def _scatter(text: str) -> int:
+    import zlib
+
+    return zlib.crc32(text.encode())
+
+
+def _measure(tuner: Tuner, clock: Timer, item: Work, failed: set[tuple[Any, ...]]) -> None:
+    """Time all configurations of a problem and add an entry to the log."""
+    case = tuner.adapter.build(item.plan.sizes, item.plan.options)
+    function = item.kernel.function()
+    times: dict[Any, float] = {}
+    anchor: Any = None
+    best = float("inf")
+    for config in item.configs:
+        if _compiled_key(item, config) in failed:
+            continue
+        try:
+            result = _poisoned(case, function, config)
+            if anchor is None:
+                error = relative_error(case.value(result), case.truth())
+                if not error < MAX_ERROR:
+                    tuner.say(f"  WRONG, error {error:.1e}: {config}")
+                    continue
+                anchor = result
+            elif not _same(result, anchor):
+                tuner.say(f"  WRONG, differs from {next(iter(times))}: {config}")
+                continue
+            us = _quick(clock, _bound(case, function, config), best)
+        except Exception as error:
+            _say_failed(tuner, clock, config, error)
+            continue
+        times[config] = us
+        best = min(best, us)
+    if not times:
+        tuner.say(f"{item.key}: nothing ran")
+        return
+    few = sorted(times, key=lambda config: times[config])[:_FEW]
+    for config in dict.fromkeys((*few, *((item.chosen,) if item.chosen in times else ()))):
+        times[config] = median(clock.samples(_bound(case, function, config), _CAREFUL))
+    _record(tuner, item, times, few)
+
+
+def _bound(case: Case, function: Callable[..., None], config: Any) -> Callable[[], Any]:
+    run = case.run
+    assert run is not None
+    return lambda: run(function, config)
+
+
+def _poisoned(case: Case, function: Callable[..., None], config: Any) -> Any:
+    """A result written over what no right result holds: the allocator hands out the same block."""
+    call = _bound(case, function, config)
+    first = call()
+    for tensor in first if isinstance(first, tuple) else (first,):
+        tensor.fill_(float("nan") if tensor.is_floating_point() else 99)
+    del first, tensor
+    return call()
+
+
+def _same(result: Any, anchor: Any) -> bool:
+    pairs = zip(result, anchor) if isinstance(result, tuple) else ((result, anchor),)
+    return all(torch.equal(a, b) for a, b in pairs)
+
+
+def _quick(clock: Timer, call: Callable[[], Any], best: float) -> float:
+    two = clock.few(call, 2)
+    if min(two) > _HOPELESS * best:
+        return min(two)
+    return median(two + clock.few(call, 3))
+
+
+def _say_failed(tuner: Tuner, clock: Timer, config: Any, error: Exception) -> None:
+    if isinstance(clock, GpuTimer):
+        try:
+            torch.cuda.synchronize(tuner.device)
+        except Exception:
+            raise error from None  # the context is lost; the log holds what was measured
+    tuner.say(f"  does not run: {config}: {type(error).__name__}: {error}"[:300])
+
+
+def _record(tuner: Tuner, item: Work, times: dict[Any, float], few: list[Any]) -> None:
+    winner = min(few, key=lambda config: times[config])
+    chosen = times.get(item.chosen)
+    entry = {
+        "problem": item.key,
+        "set": item.plan.group,
+        "best": as_dict(winner),
+        "best_us": times[winner],
+        "chosen": as_dict(item.chosen),
+        "chosen_us": chosen,
+        "measured": len(times),
+        "times": [[as_dict(c), us] for c, us in sorted(times.items(), key=lambda p: p[1])],
+    }
+    tuner.entries.append(entry)
+    share = (
+        "" if chosen is None else f", chosen now {chosen:.1f} us ({times[winner] / chosen:.2f}x)"
+    )
+    sizes = " ".join(f"{n.upper()}={v}" for n, v in item.plan.sizes.items())
+    tuner.say(
+        f"{item.kernel.backend} {sizes} G{item.plan.options.group_size}: best of {len(times)} "
+        f"{times[winner]:.1f} us{share} {winner}"
+    )
+
+
+def _read_log(path: Path) -> list[dict[str, Any]]:
+    try:
+        entries = json.loads(path.read_text())["entries"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+    return list(entries)
+
+
+def _write(tuner: Tuner) -> None:
+    if not tuner.keep:
+        return
+    about = {"date": _today(), "versions": results.versions(), "commit": results.commit()}
+    rows = thin(tuner.entries)
+    tuning.write(tuner.table, tuner.adapter.operator, tuner.slug, rows, about)
+    part = tuner.log.with_suffix(".part")
+    lines = ",\n".join(json.dumps(entry) for entry in tuner.entries)
+    part.write_text(f'{{"about": {json.dumps(about)},\n"entries": [\n{lines}\n]}}\n')
+    part.replace(tuner.log)
+
+
+def _today() -> str:
+    return time.strftime("%Y-%m-%d", time.gmtime())
+
+
+def _row(entry: dict[str, Any]) -> dict[str, Any]:
+    problem = {name: value for name, value in entry["problem"].items() if name != "dtype"}
+    return {**problem, "us": round(entry["best_us"], 2), "config": entry["best"]}
+
+
+def thin(entries: list[dict[str, Any]], tolerance: float = _TOLERANCE) -> list[dict[str, Any]]:
+    """The table's rows: each problem's best, less those that the nearest other row serves as well.
+
+    A row is dropped only if every problem measured is still served within `tolerance` of its best.
+    """
+    kept = [_row(entry) for entry in entries]
+    for row in list(kept):
+        rest = tuple(r for r in kept if r is not row)
+        if all(_served(entry, rest, tolerance) for entry in entries if _alike(entry, row)):
+            kept = list(rest)
+    return kept
+
+
+def _alike(entry: dict[str, Any], row: dict[str, Any]) -> bool:
+    problem = entry["problem"]
+    return all(problem[name] == row[name] for name in ("backend", "group_size"))
+
+
+def _served(entry: dict[str, Any], rows: tuple[dict[str, Any], ...], tolerance: float) -> bool:
+    problem = entry["problem"]
+    exact = {name: problem[name] for name in ("backend", "group_size")}
+    sizes = {name: problem[name] for name in ("m", "n", "k") if name in problem}
+    measured = {json.dumps(config, sort_keys=True): us for config, us in entry["times"]}
+
+    def legal(config: dict[str, Any]) -> bool:
+        return json.dumps(config, sort_keys=True) in measured
+
+    found = tuning.nearest(rows, exact, sizes, legal)
+    if found is None:
+        return False
+    us = measured[json.dumps(found, sort_keys=True)]
+    return bool(us <= tolerance * entry["best_us"])
