@@ -23,13 +23,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
 
-import torch  # noqa: E402
+import torch
 
-from farro.arch import arch_named  # noqa: E402
-from farro.ops.int8_gemm import reference  # noqa: E402
-from farro.ops.int8_gemm import triton as backend  # noqa: E402
-from farro.problem import Problem  # noqa: E402
-from farro.triton_launch import compile_only, resources  # noqa: E402
+from farro.arch import arch_named
+from farro.ops.int8_gemm import reference
+from farro.ops.int8_gemm import triton as backend
+from farro.problem import Problem
+from farro.triton_launch import compile_only, resources
 
 DEFAULT = (
     *("8192x4096x4096:256", "8192x4096x4096:128", "16x7168x16384:256", "16x24576x1536:256"),
@@ -69,12 +69,10 @@ def compile_one(job):
     """In a pool process, without the GPU: fills Triton's cache; the error's text if it fails."""
     values, shape, capability = job
     try:
-        call = backend.prepare(
-            backend.Config.from_dict(values), *operands(*parse(shape), "meta")
-        )
+        call = backend.prepare(backend.Config.from_dict(values), *operands(*parse(shape), "meta"))
         compiled = compile_only(call.kernel, call.args, call.options, capability)
         registers, stack = resources(compiled)
-        if stack > 64:
+        if stack > 256:
             return f"spills: {stack} bytes of stack a thread ({registers} registers)"
     except BaseException as error:
         return f"{type(error).__name__}: {str(error)[-300:]}"
@@ -190,7 +188,7 @@ def show(shape, results, top=6):
         tops = 2 * m * n * k / r["us"] / 1e6
         rate = (m * k + n * k + 2 * m * n) / r["us"] / 1e6
         print(f"  {r['us']:8.1f} us {tops:7.1f} TOPS {rate:5.2f} TB/s  {text}")
-    for family in ("pointers", "descriptors", "specialized"):
+    for family in ("pointers", "descriptors", "specialized", "ring"):
         best = next((r for r in good if r["config"]["family"] == family), None)
         if best is not None:
             print(f"  best {family}: {best['us']:.1f} us {best['config']}")

@@ -90,6 +90,7 @@ def compile_only(
     """
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile, make_backend
+    from triton.experimental.gluon._runtime import GluonASTSource
     from triton.runtime.jit import create_function_from_signature
 
     target = GPUTarget("cuda", capability[0] * 10 + capability[1], 32)
@@ -100,7 +101,8 @@ def compile_only(
     parsed, signature, constexprs, attrs = kernel._pack_args(
         backend, given, bound, specialized, given
     )
-    source = ASTSource(kernel, signature, constexprs, attrs)
+    form = GluonASTSource if kernel.is_gluon() else ASTSource
+    source = form(kernel, signature, constexprs, attrs)
     return compile(source, target=target, options=parsed.__dict__)
 
 

@@ -6,7 +6,6 @@ of the result do not depend on it. Each group's INT32 sum starts from zero and i
 fused multiply-add in FP32 adds it to the total: the order of groups is the only order there is.
 """
 
-# ruff: noqa: N803
 from __future__ import annotations
 
 import triton
@@ -28,7 +27,17 @@ def _tile(m, n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.conste
 
 @triton.jit
 def _finish(
-    total, bias, out, rows, columns, m, n, stride_bias, stride_om, stride_on, BIAS_AXIS: tl.constexpr
+    total,
+    bias,
+    out,
+    rows,
+    columns,
+    m,
+    n,
+    stride_bias,
+    stride_om,
+    stride_on,
+    BIAS_AXIS: tl.constexpr,
 ):
     """Add the bias, convert once, store. BIAS_AXIS: 0 rows of out, 1 columns, -1 no bias."""
     in_m = rows < m
@@ -124,9 +133,7 @@ def _gemm_pointers(
             scale_xs += stride_sxg
             scale_ys += stride_syg
             total = tl.fma(partial.to(tl.float32), sx[:, None] * sy[None, :], total)
-    _finish(
-        total, bias, out, rows, columns, m, n, stride_bias, stride_om, stride_on, BIAS_AXIS
-    )
+    _finish(total, bias, out, rows, columns, m, n, stride_bias, stride_om, stride_on, BIAS_AXIS)
 
 
 def _gemm_descriptors(
@@ -191,9 +198,7 @@ def _gemm_descriptors(
                 tile_y = y.load([left, g * GROUP + j * BLOCK_K])
                 partial = tl.dot(tile_x, tile_y.T, acc=partial, out_dtype=tl.int32)
             total = tl.fma(partial.to(tl.float32), sx[:, None] * sy[None, :], total)
-    _finish(
-        total, bias, out, rows, columns, m, n, stride_bias, stride_om, stride_on, BIAS_AXIS
-    )
+    _finish(total, bias, out, rows, columns, m, n, stride_bias, stride_om, stride_on, BIAS_AXIS)
 
 
 # The number of tokens is never specialized on: one compiled kernel serves every batch size. It is
