@@ -18,6 +18,6 @@ def adapter(operator: str) -> Adapter:
     """The adapter of an operator of OPERATORS, else ValueError."""
     if operator not in OPERATORS:
         known = ", ".join(OPERATORS)
-        raise ValueError(f"bench: no benchmark of {operator!r}; there are: {known}")
+        raise ValueError(f"no benchmark of {operator!r}; there are: {known}")
     found: Adapter = importlib.import_module(f".{operator}", __name__).ADAPTER
     return found

@@ -44,6 +44,7 @@ class Tuner:
     say: Callable[[str], None]
     progress: Callable[[str, int, int], None]
     backends: Sequence[str] = ("all",)
+    limit: int = 0  # configurations of a problem, a fair sample of them; 0 for all
     fresh: bool = False
     keep: bool = True  # write the log and the table
     entries: list[dict[str, Any]] = field(default_factory=list)
@@ -61,6 +62,7 @@ class Work:
     kernel: Kernel
     configs: tuple[Any, ...]
     chosen: Any  # what a call would use now
+    signature: tuple[Any, ...]  # of the strides, as far as compilers specialize on them
 
     @property
     def key(self) -> dict[str, Any]:
@@ -98,9 +100,9 @@ def tune(tuner: Tuner, plans: Sequence[Plan]) -> list[dict[str, Any]]:
 def _nothing(tuner: Tuner, plans: Sequence[Plan]) -> str:
     operator = tuner.adapter.operator
     if not plans:
-        return f"tune: no problem of {operator} was asked for"
+        return f"no problem of {operator} was asked for"
     return (
-        f"tune: no kernel of {operator} that runs on {tuner.device} has configurations to choose "
+        f"no kernel of {operator} that runs on {tuner.device} has configurations to choose "
         f"among (back ends asked for: {', '.join(tuner.backends)})"
     )
 
@@ -113,9 +115,17 @@ def _work(tuner: Tuner, plan: Plan) -> list[Work]:
         if not asked or kernel.configs is None or kernel.refuses(problem) is not None:
             continue
         chosen = kernel.config(problem)
-        configs = dict.fromkeys((chosen, *kernel.configs(problem)))
-        found.append(Work(plan, kernel, tuple(configs), chosen))
+        configs = sorted(kernel.configs(problem), key=lambda config: _scatter(repr(config)))
+        some = dict.fromkeys((chosen, *(configs[: tuner.limit] if tuner.limit else configs)))
+        found.append(Work(plan, kernel, tuple(some), chosen, _signature(problem)))
     return found
+
+
+def _signature(problem: Problem) -> tuple[Any, ...]:
+    return tuple(
+        None if spec is None else tuple((s == 1, s % 16 == 0) for s in spec.stride)
+        for _, spec in problem.tensors
+    )
 
 
 def describe(adapter: Adapter, plan: Plan) -> tuple[Any, Problem]:
@@ -156,7 +166,7 @@ def _compile(tuner: Tuner, work: Iterable[Work]) -> set[tuple[Any, ...]]:
 
 def _compiled_key(item: Work, config: Any) -> tuple[Any, ...]:
     options = item.plan.options
-    return item.kernel.backend, options.group_size, options.dtype, config
+    return item.kernel.backend, options.group_size, options.dtype, config, item.signature
 
 
 def _scatter(text: str) -> int:
@@ -196,7 +206,8 @@ def _measure(tuner: Tuner, clock: Timer, item: Work, failed: set[tuple[Any, ...]
         tuner.say(f"{item.key}: nothing ran")
         return
     few = sorted(times, key=lambda config: times[config])[:_FEW]
-    for config in dict.fromkeys((*few, *((item.chosen,) if item.chosen in times else ()))):
+    few = list(dict.fromkeys((*few, *((item.chosen,) if item.chosen in times else ()))))
+    for config in few:
         times[config] = median(clock.samples(_bound(case, function, config), _CAREFUL))
     _record(tuner, item, times, few)
 

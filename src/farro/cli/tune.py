@@ -30,6 +30,9 @@ def tune_command(
     jobs: Annotated[
         int, typer.Option(help="Processes that compile [default: the number of CPUs]")
     ] = -1,
+    limit: Annotated[
+        int, typer.Option(help="Configurations of each problem, a fair sample; 0 for all")
+    ] = 0,
     fresh: Annotated[bool, typer.Option(help="Measure again what the log already holds")] = False,
     ship: Annotated[
         bool, typer.Option("--ship", help="Write farro's own table, not the user's")
@@ -53,7 +56,7 @@ def tune_command(
     where = torch.device(device)
     if where.type == "cuda":
         if not torch.cuda.is_available():
-            raise ValueError("tune: there is no GPU here; tables are measured on the device itself")
+            raise ValueError("there is no GPU here; tables are measured on the device itself")
         where = torch.device(
             "cuda", torch.cuda.current_device() if where.index is None else where.index
         )
@@ -76,6 +79,7 @@ def tune_command(
         say=lambda line: print(line, file=sys.stderr, flush=True),
         progress=_progress(),
         backends=tuple(backend.split(",")),
+        limit=limit,
         fresh=fresh,
         keep=not dry_run,
     )
