@@ -166,14 +166,20 @@ def _refuse_specialized(config: Config, problem: Problem) -> str | None:
     return None
 
 
+def _ring_steps(group: int) -> tuple[int, ...]:
+    """Half a group a stage where a whole one makes ptxas spill the widest tile."""
+    return {32: (32,), 64: (32, 64), 128: (64, 128), 256: (128,)}[group]
+
+
 def _refuse_ring(config: Config, problem: Problem) -> str | None:
     if config.family != "ring":
         return None
     if "wgmma" not in problem.arch.features:
         return "the ring needs Hopper's wgmma (SM90a)"
     group = group_of(problem)
-    if config.block_k != min(group, 128):
-        return f"a stage of the ring covers {min(group, 128)} of K for groups of {group}"
+    if config.block_k not in _ring_steps(group):
+        steps = " or ".join(map(str, _ring_steps(group)))
+        return f"a stage of the ring covers {steps} of K for groups of {group}"
     if config.warps not in (4, 8, 12) or config.block_m not in (
         16 * config.warps,
         32 * config.warps,
@@ -228,12 +234,12 @@ def _space(group: int) -> Iterator[Config]:
         *(sides, sides, steps, (4, 8, 16), (1, 2, 4, 8), (2, 3, 4, 5, 6)),
     ):
         yield Config(family, swap, block_m, block_n, step, group_m, warps, stages)
-    for swap, (block_m, warps), block_n, group_m, stages in itertools.product(
+    for swap, (block_m, warps), block_n, block_k, group_m, stages in itertools.product(
         (False, True),
         ((64, 4), (128, 8), (192, 12), (256, 8)),
-        *((16, 32, 64, 128), (4, 8, 16), range(3, 17)),
+        *((16, 32, 64, 128), _ring_steps(group), (4, 8, 16), range(2, 17)),
     ):
-        yield Config("ring", swap, block_m, block_n, min(group, 128), group_m, warps, stages)
+        yield Config("ring", swap, block_m, block_n, block_k, group_m, warps, stages)
 
 
 def configs(problem: Problem) -> list[Config]:
@@ -249,7 +255,7 @@ def candidates(problem: Problem) -> list[Config]:
     deepest: dict[tuple[Any, ...], int] = {}
     for c in legal:
         if c.family == "ring":
-            shape = (c.swap, c.block_m, c.block_n)
+            shape = (c.swap, c.block_m, c.block_n, c.block_k)
             deepest[shape] = max(deepest.get(shape, 0), c.stages)
 
     def plausible(c: Config) -> bool:
@@ -260,7 +266,7 @@ def candidates(problem: Problem) -> list[Config]:
                 return False
             blocks = ceil_div(n, columns)
             if c.family == "ring":
-                deep = deepest[c.swap, c.block_m, c.block_n]
+                deep = deepest[c.swap, c.block_m, c.block_n, c.block_k]
                 return c.stages in (deep, deep // 2) and blocks >= 30
             flight = c.stages * columns * max(c.block_k, group_of(problem))
             return (
@@ -275,7 +281,7 @@ def candidates(problem: Problem) -> list[Config]:
         if c.group_m != 8 and not varied:
             return False
         if c.family == "ring":
-            deep = deepest[c.swap, c.block_m, c.block_n]
+            deep = deepest[c.swap, c.block_m, c.block_n, c.block_k]
             return c.stages == deep and (area >= 16384 or m <= 512)
         warps = 4 if area <= 8192 or c.family == "specialized" else 8
         return c.warps == warps and (area >= 8192 or m <= 512)
@@ -297,14 +303,14 @@ def heuristic(problem: Problem) -> Config:
             Config("pointers", True, wide, narrow, small_step, 8, warps, 3),
         ]
     else:
-        ring = min(group, 128)
+        ring = _ring_steps(group)
         tries = [
-            Config("ring", False, 256, 128, ring, 8, 8, 4),
-            Config("ring", False, 128, 128, ring, 8, 8, 5),
+            Config("ring", False, 256, 128, ring[0], 8, 8, 4 if ring[0] == 128 else 8),
+            Config("ring", False, 128, 128, ring[-1], 8, 8, 5),
             Config("pointers", False, 128, 128, small_step, 8, 8, 3),
             Config("pointers", False, 128, 64, small_step, 8, 4, 3),
         ]
-        if m <= 256 or group < 256:
+        if m <= 256:
             tries = tries[1:]
     tries.append(Config("pointers", False, 64, 64, 128, 8, 4, 2))
     return next(c for c in tries if refuses(c, problem) is None)
