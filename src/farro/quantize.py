@@ -158,7 +158,7 @@ def quantize_(
     """
     patterns = _check_arguments(model, scheme, skip, backend)
     sites = _find_sites(model)
-    before = _bytes(model)
+    before = weight_bytes(model)
     reasons = _skip_reasons(model, sites, patterns)
     chosen = [site for site in sites if site.name not in reasons]
     for site in chosen:
@@ -175,7 +175,7 @@ def quantize_(
         swapped=tuple(swapped),
         skipped=tuple(SkippedLayer(*item) for item in (*reasons.items(), *already.items())),
         model_bytes_before=before,
-        model_bytes_after=_bytes(model),
+        model_bytes_after=weight_bytes(model),
         unmatched=tuple(p for p in patterns if not any(_matches(p, name) for name in names)),
     )
 
@@ -301,7 +301,7 @@ def _swap(chosen: list[_Site], make: Callable[..., Int8Linear]) -> list[SwappedL
         old, key = site.module, (_identity(site.weight), site.transposed)
         bias = old.bias if isinstance(old.bias, torch.Tensor) else None
         new = make(site.matrix(), bias).train(old.training)
-        before, after = _bytes(old), _bytes(new)
+        before, after = weight_bytes(old), weight_bytes(new)
         if key in made:
             before -= site.weight.numel() * site.weight.element_size()
             after -= new.tie_weight_(made[key])
@@ -321,7 +321,8 @@ def _identity(tensor: torch.Tensor) -> Any:
     return tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
-def _bytes(module: torch.nn.Module) -> int:
+def weight_bytes(module: torch.nn.Module) -> int:
+    """Bytes of parameters and buffers; memory that two of them share counts once."""
     tensors = {
         _identity(tensor): tensor
         for tensor in (*module.parameters(), *module.buffers())

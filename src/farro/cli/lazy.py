@@ -26,6 +26,7 @@ _EXTRAS = {
     "transformers": "models",
     "safetensors": "models",
     "gguf": "models",
+    "accelerate": "models",
     "sentencepiece": "models",
     "triton": "triton",
     "cuda": "cuda",

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..nn import Int8Linear
-from ..quantize import SCHEMES, QuantizeReport, quantize_
+from ..quantize import SCHEMES, QuantizeReport, quantize_, weight_bytes
 from .loading import DTYPES, EvaluationError
 
 DEFAULT_SCHEMES = tuple(SCHEMES)
@@ -32,18 +32,11 @@ class Variant:
         return module
 
     def layer_bytes(self, names: Iterable[str]) -> int:
-        return sum(_bytes(self.layer(name)) for name in names)
+        return sum(weight_bytes(self.layer(name)) for name in names)
 
     @property
     def model_bytes(self) -> int:
-        return _bytes(self.model)
-
-
-def _bytes(module: torch.nn.Module) -> int:
-    """Of parameters and of the buffers that hold weights; a tied weight counts once."""
-    return sum(
-        t.nbytes for t in {id(t): t for t in (*module.parameters(), *module.buffers())}.values()
-    )
+        return weight_bytes(self.model)
 
 
 def check_schemes(names: Sequence[str]) -> None:
