@@ -78,6 +78,8 @@ def _key(tensor: torch.Tensor | None) -> Any:
     """All of a tensor that a choice of kernel may depend on."""
     if tensor is None:
         return None
+    if tensor.layout != torch.strided:
+        return tensor.layout  # no address: the checks refuse it
     address = tensor.data_ptr() & 15
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, address
 

@@ -86,7 +86,9 @@ _RUNNERS: dict[Any, Any] = {}
 def _implementation(
     x: torch.Tensor, group_size: int, backend: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    key = (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() & 15, group_size, backend)
+    strided = x.layout == torch.strided  # else it has no address, and the checks refuse it
+    address = x.data_ptr() & 15 if strided else None
+    key = (x.shape, strided and x.stride(), x.dtype, x.device, address, group_size, backend)
     run = _RUNNERS.get(key)
     if run is None:
         check_backend(_QUANTIZE, backend)
@@ -171,6 +173,7 @@ def dequantize_int8_groups(
         raise ValueError(f"{_DEQUANTIZE}: q has no dimensions; needed at least [K]")
     shape = (*q.shape[:-1], group_count(q.shape[-1], group_size))
     check_shape(_DEQUANTIZE, "scale", scale, shape, "[..., ceil(K/G)]")
+    check_strided(_DEQUANTIZE, q=q, scale=scale)
     check_devices(_DEQUANTIZE, q=q, scale=scale)
     return dequantize(q, scale, group_size, dtype)
 

@@ -1,0 +1,45 @@
+"""Shared by all tests: GPU tests, and fresh random data whose seed a failure tells."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import zlib
+
+import pytest
+import torch
+
+_SEED = int(os.environ.get("FARRO_TEST_SEED") or secrets.randbits(32))
+
+
+def pytest_report_header() -> str:
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+    return f"torch {torch.__version__}, {gpu}; to repeat this run's data: FARRO_TEST_SEED={_SEED}"
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip("needs an NVIDIA GPU, and torch.cuda.is_available() is False")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item):
+    report = yield
+    if report.failed:
+        report.sections.append(("random data", f"repeat with FARRO_TEST_SEED={_SEED}"))
+    return report
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """Each device a test runs on: the CPU, and with `-m gpu` the current GPU."""
+    if request.param == "cpu":
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+@pytest.fixture
+def generator(request: pytest.FixtureRequest) -> torch.Generator:
+    """A CPU generator, fresh for each test and each run; FARRO_TEST_SEED repeats a run."""
+    seed = zlib.crc32(f"{_SEED}/{request.node.nodeid}".encode())
+    return torch.Generator().manual_seed(seed)

@@ -1,0 +1,200 @@
+"""Parametrization over samples, kernels and devices; forcing one kernel; calling a sample."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from farro import dispatch
+from farro.arch import arch_named, arch_of, interpreting
+from farro.dispatch import Kernel
+from farro.testing import poisoned_memory
+
+from .samples import SAMPLES, Sample, tensors
+
+COMPILED = ("triton", "cuda")  # back ends that compile at a first call
+
+
+# fixtures that leave samples out of a test's parametrization
+_FILTERS: dict[str, Callable[[Sample], bool]] = {
+    "takes_out": lambda sample: sample.out is not None,
+    "takes_backend": lambda sample: sample.kernels,
+    "takes_several": lambda sample: len(sample.arguments) > 1,
+}
+
+
+def _devices(kernel: Kernel | None, cuda_only: bool) -> list[str]:
+    """Where a kernel can run at all: features tell, with no GPU asked."""
+    needs = frozenset() if kernel is None else kernel.needs
+    here = [] if cuda_only or arch_named("cpu").lacks(needs) is not None else ["cpu"]
+    return here + ([] if "cpu" in needs else ["cuda"])
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """`sample` alone: every sample; with `kernel`: each of its kernels, where it can run.
+
+    With `device` each of them on each device. The fixtures `takes_...`, `is_compiled`,
+    `has_configs` and `cuda_only` leave the others out.
+    """
+    used = metafunc.fixturenames
+    names = [n for n in ("sample", "kernel", "device") if n in used]
+    if names == ["device"]:
+        metafunc.parametrize(names, ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)], True)
+    if "sample" not in names:
+        return
+    cases = []
+    for sample in SAMPLES:
+        if not all(keep(sample) for name, keep in _FILTERS.items() if name in used):
+            continue
+        kernels = sample.catalogued.kernels if sample.kernels else ()
+        if "is_compiled" in used:
+            kernels = tuple(k for k in kernels if k.backend in COMPILED)
+        if "has_configs" in used:
+            kernels = tuple(k for k in kernels if k.configs is not None)
+        for kernel in kernels if "kernel" in names else (None,):
+            for device in _devices(kernel, "cuda_only" in used) if "device" in names else ("cpu",):
+                values = {"sample": sample, "kernel": kernel, "device": device}
+                label = sample.name if kernel is None else kernel.name
+                marks = [pytest.mark.gpu] if device == "cuda" else []
+                case_id = f"{label}-{device}" if "device" in names else label
+                cases.append(pytest.param(*(values[n] for n in names), id=case_id, marks=marks))
+    metafunc.parametrize(names, cases, indirect=["device"] if "device" in names else False)
+
+
+@pytest.fixture
+def takes_out() -> None:
+    """Only functions that have an out= argument."""
+
+
+@pytest.fixture
+def takes_backend() -> None:
+    """Only functions that have back ends to choose from."""
+
+
+@pytest.fixture
+def takes_several() -> None:
+    """Only functions of more than one tensor."""
+
+
+@pytest.fixture
+def is_compiled() -> None:
+    """Only kernels that are compiled at a first call."""
+
+
+@pytest.fixture
+def has_configs() -> None:
+    """Only kernels with configurations to choose from."""
+
+
+@pytest.fixture
+def cuda_only() -> None:
+    """Not on the CPU."""
+
+
+@pytest.fixture
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """As in tests/conftest.py, but parametrized above, together with the kernel."""
+    place: str = request.param
+    return torch.device(place, torch.cuda.current_device() if place == "cuda" else None)
+
+
+@pytest.fixture
+def kernel() -> Kernel | None:
+    """Replaced by the parametrization; None where a test takes samples only."""
+    return None
+
+
+@pytest.fixture
+def fresh() -> Iterator[None]:
+    """No decision of an earlier test is remembered, none of this one is left."""
+    dispatch.forget()
+    yield
+    dispatch.forget()
+
+
+@pytest.fixture
+def run(
+    sample: Sample, kernel: Kernel | None, monkeypatch: pytest.MonkeyPatch, fresh: None
+) -> Callable[..., tuple[torch.Tensor, ...]]:
+    """Call the sample's function through this kernel alone, or through `auto` without a kernel.
+
+    Other kernels of the same back end are set aside, so an explicit back end means this kernel.
+    """
+    refuses = Kernel.refuses
+
+    def only_this(self: Kernel, problem: Any) -> str | None:
+        if kernel is not None and self.backend == kernel.backend and self.name != kernel.name:
+            return "set aside by this test"
+        return refuses(self, problem)
+
+    monkeypatch.setattr(Kernel, "refuses", only_this)
+
+    def call(inputs: dict[str, Any], **changes: Any) -> tuple[torch.Tensor, ...]:
+        chosen = {} if kernel is None else {"backend": kernel.backend}
+        return tensors(sample.function(**{**inputs, **chosen, **changes}))
+
+    return call
+
+
+@pytest.fixture
+def refused(sample: Sample, kernel: Kernel | None) -> Callable[[dict[str, Any]], str | None]:
+    """Why this kernel does not take a call, as `explain` says, or None."""
+
+    def ask(inputs: dict[str, Any]) -> str | None:
+        if kernel is None:
+            return None
+        rows = dispatch.explain(sample.function, **inputs).rows
+        verdict = next(row.verdict for row in rows if row.kernel == kernel.name)
+        return None if verdict == "runs" else verdict
+
+    return ask
+
+
+@pytest.fixture
+def accepted(
+    sample: Sample,
+    kernel: Kernel | None,
+    device: torch.device,
+    generator: torch.Generator,
+    refused: Callable[[dict[str, Any]], str | None],
+) -> Callable[..., list[tuple[str, dict[str, Any]]]]:
+    """The sample's variants that this kernel takes, by name, with options replaced.
+
+    Skips where this device or machine cannot run the kernel at all; fails where it takes none of
+    the variants, for then nothing would be tested.
+    """
+    if kernel is not None:
+        reason = arch_of(device).lacks(kernel.needs)
+        reason = f"needs {reason}" if reason else dispatch.not_installed(kernel.backend)
+        if reason:
+            pytest.skip(f"{kernel.name}: {reason}")
+
+    def variants(**options: Any) -> list[tuple[str, dict[str, Any]]]:
+        made = [
+            (name, sample.inputs(generator, device, **{**own, **options}))
+            for name, own in sample.variants.items()
+        ]
+        taken = [(name, inputs) for name, inputs in made if refused(inputs) is None]
+        assert taken, f"no variant of {sample.name} is for {kernel}: {refused(made[0][1])}"
+        return taken
+
+    return variants
+
+
+@pytest.fixture
+def poison() -> Iterator[None]:
+    """Memory from torch.empty is full of NaN and the largest integers; proven before use."""
+    with poisoned_memory():
+        assert torch.empty(9).isnan().all()
+        assert (torch.empty(9, dtype=torch.int8) == 127).all()
+        assert torch.empty((2, 3), dtype=torch.bfloat16).isnan().all()
+        yield
+
+
+def inexact(kernel: Kernel | None, inputs: dict[str, Any]) -> bool:
+    """Whether results are only near: Triton's interpreter truncates FP32 to BF16 and FP16."""
+    narrow = inputs.get("output_dtype", torch.float32) != torch.float32
+    return interpreting() and kernel is not None and kernel.backend == "triton" and narrow

@@ -1,0 +1,214 @@
+"""Devices and streams. Scenario 2: the wrong current device. Scenario 3: the default stream."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from farro import dispatch
+from farro.testing import assert_bit_equal
+
+from .samples import tensors
+
+_PRODUCER = 40_000_000  # clock cycles, some 20 ms: a call on another stream would be long done
+
+
+def _others(device: torch.device) -> list[str]:
+    return ["meta", "cpu"] if device.type == "cuda" else ["meta"]
+
+
+def test_mixed_devices_are_refused(sample, takes_several, device, generator) -> None:
+    inputs = sample.first(generator, device)
+    for name, tensor in sample.present(inputs).items():
+        for other in _others(device):
+            moved = {**inputs, name: tensor.to(other)}
+            with pytest.raises(ValueError) as error:
+                sample.function(**moved)
+            message = str(error.value)
+            assert message.startswith(f"{sample.name}: ")
+            assert other in message and str(device) in message and "one device" in message
+
+
+def test_out_on_another_device_is_refused(sample, takes_out, device, generator) -> None:
+    inputs = sample.first(generator, device)
+    shape, dtype = sample.out(inputs)
+    for other in _others(device):
+        out = torch.full(shape, 7, dtype=dtype, device=other)
+        with pytest.raises(ValueError, match=rf"{sample.name}: out is on {other}.*one device"):
+            sample.function(**inputs, out=out)
+        assert other == "meta" or (out == 7).all()
+
+
+def test_meta_tensors_give_meta_results(sample, generator) -> None:
+    inputs = sample.first(generator)
+    real = tensors(sample.function(**inputs))
+    meta = sample.first(generator, "meta")
+    for result, want in zip(tensors(sample.function(**meta)), real):
+        assert result.is_meta
+        assert (result.shape, result.dtype, result.stride()) == (
+            (want.shape, want.dtype, want.stride())
+        )
+
+
+def test_scenario_02_another_device_is_current(
+    run, accepted, sample, cuda_only, kernel, device
+) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip(f"needs two GPUs, there is {torch.cuda.device_count()}")
+    for name, here in accepted():
+        inputs = {k: v.to("cuda:1") if isinstance(v, torch.Tensor) else v for k, v in here.items()}
+        want = tensors(sample.function(**here, backend="reference"))
+        with torch.cuda.device(0):
+            results = run(inputs)
+            assert torch.cuda.current_device() == 0
+        for result, expected in zip(results, want):
+            assert result.device == torch.device("cuda", 1)
+            sample.compare(result, expected, name)
+
+
+def test_scenario_03_side_stream(run, accepted, sample, cuda_only, kernel, device) -> None:
+    """Inputs that a long producer fills on a side stream are waited for."""
+    _, ready = accepted()[0]
+    want = run(ready)  # compiles, too
+    late = {k: torch.zeros_like(v) if isinstance(v, torch.Tensor) else v for k, v in ready.items()}
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda._sleep(_PRODUCER)
+        for name, tensor in sample.present(late).items():
+            tensor.copy_(ready[name])
+        results = tuple(result.clone() for result in run(late))
+    torch.cuda.synchronize()
+    for result, expected in zip(results, want):
+        assert_bit_equal(result, expected, kernel.name)
+
+
+def _capture(call, inputs) -> tuple[torch.cuda.CUDAGraph, tuple[torch.Tensor, ...]]:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = call(inputs)
+    return graph, results
+
+
+def test_scenario_13_graph_sees_inputs_changed_in_place(
+    run, accepted, sample, cuda_only, kernel, device
+) -> None:
+    changes = [dict(accepted()) for _ in range(2)]
+    for name, static in accepted():
+        run(static)
+        graph, results = _capture(run, static)
+        for new in changes:
+            for argument, tensor in sample.present(static).items():
+                tensor.copy_(new[name][argument])
+            for result in results:
+                result.fill_(99)
+            graph.replay()
+            for result, expected in zip(results, run(new[name])):
+                assert_bit_equal(result, expected, name)
+
+
+def test_scenario_13_graph_with_out(
+    run, accepted, sample, takes_out, cuda_only, kernel, device
+) -> None:
+    (_, static), (_, new) = accepted()[0], accepted()[0]
+    shape, dtype = sample.out(static)
+    out = torch.empty(shape, dtype=dtype, device=device)
+    run(static, out=out)
+    graph, _ = _capture(lambda inputs: run(inputs, out=out), static)
+    for argument, tensor in sample.present(static).items():
+        tensor.copy_(new[argument])
+    graph.replay()
+    assert_bit_equal(out, *run(new))
+
+
+_COLD = """
+import os, sys
+import torch
+from farro import warmup
+from tests.contract.samples import SAMPLES
+name, variant, backend, warm = sys.argv[1:]
+sample = next(s for s in SAMPLES if s.name == name)
+options = {"n": 1, **sample.variants[variant], "m": 5}
+inputs = sample.inputs(torch.Generator().manual_seed(3), "cuda", **options)
+if warm == "warm":
+    k = inputs[next(iter(sample.arguments))].shape[-1]
+    warmup("cuda", [name], [(5, inputs["b"].shape[-1] if "b" in inputs else 1, k)])
+torch.cuda.synchronize()
+try:
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        sample.function(**inputs, backend=backend)
+except RuntimeError as error:
+    print("RAISED", error)
+else:
+    print("CAPTURED")
+os._exit(0)  # a capture that failed leaves CUDA unfit for an orderly exit
+"""
+
+
+def _capture_cold(name: str, variant: str, backend: str, warm: str, cache: object) -> str:
+    """In a process of its own with empty caches, so that nothing is compiled yet."""
+    environment = {**os.environ, "TRITON_CACHE_DIR": f"{cache}/t", "FARRO_CACHE_DIR": f"{cache}/f"}
+    done = subprocess.run(
+        [sys.executable, "-c", _COLD, name, variant, backend, warm],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env=environment,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_scenario_13_cold_capture_names_warmup(
+    accepted, sample, is_compiled, cuda_only, kernel, device, tmp_path
+) -> None:
+    name, inputs = accepted(m=5)[0]
+    chosen = dispatch.explain(sample.function, **inputs, backend=kernel.backend).chosen
+    if chosen != kernel.name:
+        pytest.skip(f"{kernel.backend} runs {chosen} for this")
+    cold = _capture_cold(sample.name, name, kernel.backend, "cold", tmp_path)
+    assert cold.startswith("RAISED") and "farro.warmup" in cold, cold
+    warm = _capture_cold(sample.name, name, kernel.backend, "warm", tmp_path)
+    assert warm.startswith("CAPTURED"), warm
+
+
+def _forget_probes() -> None:
+    """Clear every cache of farro: what it found out about this machine is found out anew."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("farro."):
+            for value in vars(module).values():
+                if hasattr(value, "cache_clear"):
+                    value.cache_clear()
+    dispatch.forget()
+
+
+def test_default_device_and_dtype_change_nothing(run, accepted, sample, kernel, device) -> None:
+    """A caller may have set them for a model of its own, on a GPU or in BF16."""
+    for name, inputs in accepted():
+        want, told = run(inputs), str(dispatch.explain(sample.function, **inputs))
+        with torch.device("meta"):
+            changed = run(inputs)
+        for result, expected in zip(changed, want):
+            assert_bit_equal(result, expected, f"{name}: default device meta")
+        for dtype in (torch.bfloat16, torch.float64):
+            _forget_probes()
+            torch.set_default_dtype(dtype)
+            try:
+                changed = run(inputs)
+            finally:
+                torch.set_default_dtype(torch.float32)
+            for result, expected in zip(changed, want):
+                assert_bit_equal(result, expected, f"{name}: default dtype {dtype}")
+            assert str(dispatch.explain(sample.function, **inputs)) == told
+
+
+def test_autocast_changes_nothing(run, accepted, sample, kernel, device) -> None:
+    for name, inputs in accepted():
+        want = run(inputs)
+        with torch.autocast(device.type, dtype=torch.bfloat16):
+            changed = run(inputs)
+        for result, expected in zip(changed, want):
+            assert_bit_equal(result, expected, name)

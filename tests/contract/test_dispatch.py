@@ -1,0 +1,255 @@
+"""What explain says is what runs; what a kernel must run it does; unknown chips are served.
+
+Scenario 14: a new architecture taken for its family, silent fallback. Scenario 17: autotuning.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import time
+
+import pytest
+import torch
+
+import farro
+from farro import arch as architectures
+from farro import dispatch, problem
+from farro.arch import arch_named
+from farro.checks import BACKENDS
+from farro.dispatch import Kernel, explain, select
+from farro.testing import LAYOUTS, laid_out
+
+from .samples import tensors
+
+# name -> features that kernels may rely on there; those NVIDIA ties to a chip never carry over
+PRETENDED = {
+    "sm_75": {"gpu"},
+    "sm_80": {"gpu", "triton"},
+    "sm_89": {"gpu", "triton", "fp8_mma"},
+    "sm_90": {"gpu", "triton", "fp8_mma", "tma", "wgmma"},
+    "sm_100": {"gpu", "triton", "fp8_mma", "tma"},
+    "sm_110": {"gpu", "triton"},
+    "sm_120": {"gpu", "triton", "fp8_mma", "tma"},
+    "sm_121": {"gpu", "triton"},
+}
+
+
+@pytest.fixture
+def all_installed(monkeypatch: pytest.MonkeyPatch, fresh: None) -> None:
+    """As on a machine with Triton and cuda.core: only the problem can be a reason to refuse."""
+    monkeypatch.setattr(dispatch, "not_installed", functools.lru_cache(lambda backend: None))
+
+
+def _problems(sample, generator):
+    """Every variant, empty problem, size and layout of an argument, on every architecture."""
+    calls = [
+        sample.inputs(generator, "meta", **options)
+        for options in (*sample.variants.values(), *sample.empties.values())
+    ]
+    sizes = [{}, *({s: 1} for s in sample.sizes), *({s: 1024} for s in sample.sizes)]
+    for m in (1, 2, 16, 17, 64, 65, 1000):
+        calls += [sample.first(generator, "meta", m=m, **size) for size in sizes]
+    inputs = sample.first(generator)
+    for argument, tensor in sample.present(inputs).items():
+        calls += [{**inputs, argument: laid_out(tensor, layout).view} for layout in LAYOUTS]
+    describe = dispatch._DESCRIBERS[sample.function]
+    for call in calls:
+        for name in ("cpu", *PRETENDED):
+            yield describe(**call, arch=arch_named(name))[1]
+
+
+def test_required_problems(sample, kernel, generator, all_installed) -> None:
+    """A kernel runs what it declares, and declares what the specification asks of it."""
+    declared = 0
+    for question in _problems(sample, generator):
+        if question.arch.lacks(kernel.needs) is not None:
+            assert kernel.refuses(question) is not None
+            continue
+        must = kernel.must_run(question)
+        assert isinstance(must, bool)
+        declared += must
+        if sample.required(kernel.backend, question):
+            others = sample.catalogued.kernels
+            family = [k for k in others if k.backend == kernel.backend]
+            assert any(k.must_run(question) for k in family if not question.arch.lacks(k.needs))
+        if must:
+            assert kernel.refuses(question) is None, question
+            assert kernel.config(question) == kernel.config(question)
+    assert declared > 0, "must_run holds for none of these problems: refusing would pass"
+
+
+def test_a_kernel_that_refuses_what_it_must_run_is_found(sample, generator, monkeypatch) -> None:
+    if not sample.kernels:
+        return
+    lazy = Kernel(
+        f"{sample.operator}.reference",
+        "reference",
+        "nowhere:run",
+        why_not=lambda problem: "too much work" if problem.arch.name == "sm_90" else None,
+        must_run=lambda problem: True,
+    )
+    with pytest.raises(AssertionError, match="too much work"):
+        test_required_problems(sample, lazy, generator, None)
+
+
+def test_explain_agrees_with_select(sample, takes_backend, generator, all_installed) -> None:
+    for question in _problems(sample, generator):
+        for backend in BACKENDS:
+            rows = [(k, k.refuses(question)) for k in sample.catalogued.kernels]
+            fit = [k for k, why in rows if why is None and backend in ("auto", k.backend)]
+            if fit:
+                choice = select(sample.catalogued, question, backend)
+                assert choice.kernel is fit[0]
+                assert choice.config == fit[0].config(question)
+            else:
+                assert backend != "auto", "auto runs wherever any back end can"
+                with pytest.raises(farro.UnsupportedError, match=f"backend='{backend}'"):
+                    select(sample.catalogued, question, backend)
+
+
+def test_explain_tells_the_kernel_that_runs(
+    sample, takes_backend, device, generator, monkeypatch, fresh
+) -> None:
+    """For every variant and back end: the function that is called is the one explain named."""
+    called = []
+    function = Kernel.function
+
+    def recorded(self: Kernel):
+        run = function(self)
+
+        def record(*args):
+            called.append((self.name, args[0]))
+            return run(*args)
+
+        return record
+
+    monkeypatch.setattr(Kernel, "function", recorded)
+    for options in sample.variants.values():
+        inputs = sample.inputs(generator, device, **options)
+        for backend in BACKENDS:
+            told = explain(sample.function, **inputs, backend=backend)
+            called.clear()
+            if told.chosen is None:
+                with pytest.raises(farro.UnsupportedError):
+                    sample.function(**inputs, backend=backend)
+                assert called == []
+                continue
+            sample.function(**inputs, backend=backend)
+            config = next(row.config for row in told.rows if row.kernel == told.chosen)
+            assert called == [(told.chosen, config)]
+
+
+def test_explanation(sample, takes_backend, device, generator, capsys) -> None:
+    inputs = sample.first(generator, device)
+    told = explain(sample.function, **inputs)
+    assert capsys.readouterr() == ("", "")
+    given = json.loads(json.dumps(told.as_dict()))
+    assert given["operator"] == sample.operator
+    assert given["arch"] == ("cpu" if device.type == "cpu" else problem.arch_of(device).name)
+    assert [k["kernel"] for k in given["kernels"]] == [k.name for k in sample.catalogued.kernels]
+    assert given["chosen"] == next(k["kernel"] for k in given["kernels"] if k["runs"])
+    for entry in given["kernels"]:
+        assert entry["runs"] == (entry["reason"] is None)
+        line = next(line for line in str(told).splitlines() if entry["kernel"] in line)
+        assert line.startswith("->") == (entry["kernel"] == given["chosen"])
+        assert ("runs" if entry["runs"] else entry["reason"]) in line
+    for name, tensor in sample.present(inputs).items():
+        assert given["tensors"][name]["shape"] == list(tensor.shape)
+        assert given["tensors"][name]["stride"] == list(tensor.stride())
+
+
+def test_explain_takes_meta_tensors_and_computes_nothing(
+    sample, takes_backend, generator, monkeypatch
+) -> None:
+    monkeypatch.setattr(Kernel, "function", lambda self: pytest.fail("explain loads no kernel"))
+    for options in sample.variants.values():
+        real, meta = (sample.inputs(generator, d, **options) for d in ("cpu", "meta"))
+        assert explain(sample.function, **meta).chosen == explain(sample.function, **real).chosen
+
+
+@pytest.mark.parametrize("name", PRETENDED)
+def test_scenario_14_pretended_architectures(
+    name, sample, takes_backend, generator, all_installed
+) -> None:
+    """explain(arch=...) serves every chip, and no kernel takes a chip for one it is not."""
+    assert arch_named(name).features == PRETENDED[name]
+    for options in (*sample.variants.values(), *sample.empties.values()):
+        inputs = sample.inputs(generator, "meta", **options)
+        told = explain(sample.function, **inputs, arch=name)
+        assert told.chosen is not None
+        for kernel, row in zip(sample.catalogued.kernels, told.rows):
+            if not kernel.needs <= PRETENDED[name]:
+                assert row.verdict.startswith("needs ") and name in row.verdict
+            if kernel.backend == "cpu":
+                assert row.verdict == f"needs a CPU; this is {name}"
+            if kernel.backend == "triton" and name == "sm_75":
+                assert row.verdict == "needs a GPU of SM80 or newer; this is sm_75"
+
+
+@pytest.mark.parametrize("name", PRETENDED)
+def test_scenario_14_calls_on_pretended_architectures(
+    name, sample, takes_backend, device, generator, monkeypatch, fresh
+) -> None:
+    """Explicit back ends raise with explain's reason, auto runs what explain names."""
+    arch = arch_named(name)
+    monkeypatch.setattr(problem, "arch_of", lambda device: arch)
+    inputs = sample.first(generator, device)
+    want = tensors(sample.function(**inputs, backend="reference"))
+    # the kernels of a GPU cannot run here on the CPU, whatever it pretends to be
+    foreign = device.type == "cpu"
+    told = explain(sample.function, **inputs)
+    assert told.as_dict()["arch"] == name
+    backends = dict.fromkeys(row.backend for row in told.rows)
+    for backend in backends:
+        rows = [row for row in told.rows if row.backend == backend]
+        if all(row.verdict != "runs" for row in rows):
+            with pytest.raises(farro.UnsupportedError) as error:
+                sample.function(**inputs, backend=backend)
+            assert name in str(error.value)
+            assert all(row.verdict in str(error.value) for row in rows)
+            assert "backend='auto'" in str(error.value)
+    chosen = next(k for k in sample.catalogued.kernels if k.name == told.chosen)
+    if foreign and chosen.backend != "reference":
+        return
+    for result, expected in zip(tensors(sample.function(**inputs)), want):
+        sample.compare(result, expected, told.chosen)
+
+
+@pytest.mark.parametrize("name", ["sm_75", "sm_110", "sm_121"])
+def test_scenario_14_the_table_is_asked_by_capability(name, monkeypatch) -> None:
+    """arch_of reads the device's capability, and gives a chip without a row portable features."""
+    capability = (int(name[3:-1]), int(name[-1]))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA Pretended X1")
+    architectures._cuda_arch.cache_clear()
+    try:
+        arch = architectures.arch_of(torch.device("cuda", 0))
+    finally:
+        architectures._cuda_arch.cache_clear()
+    assert arch.name == name
+    assert arch.features == PRETENDED[name]
+    assert arch.capability == capability
+    assert arch.device == "nvidia_pretended_x1"
+
+
+def test_scenario_17_first_calls_tune_nothing(
+    run, accepted, sample, kernel, device, monkeypatch
+) -> None:
+    """A kernel is launched once a call, the first one too: candidates are not timed."""
+    times = []
+    function = Kernel.function
+
+    def counted(self: Kernel):
+        run = function(self)
+
+        def count(*args):
+            times.append(time.perf_counter())
+            return run(*args)
+
+        return count
+
+    monkeypatch.setattr(Kernel, "function", counted)
+    for count, (_, inputs) in enumerate(accepted(), 1):
+        run(inputs)
+        assert len(times) == count

@@ -1,0 +1,1 @@
+"""What an installed farro is: its import, its files, its wheel."""
