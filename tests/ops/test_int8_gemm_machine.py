@@ -1,0 +1,123 @@
+"""int8_gemm on other processors than this one, and how much memory it takes."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+
+import pytest
+
+X86 = platform.machine().lower() in ("x86_64", "amd64")
+
+PEAK = r'''
+import ctypes, sys, torch, farro
+
+def peak(call):
+    """KiB that the process grew beyond where it was, at its largest, during a call."""
+    ctypes.CDLL(None).malloc_trim(0)
+    open("/proc/self/clear_refs", "w").write("5")  # the high-water mark starts again from here
+    before = status("VmHWM")
+    call()
+    return status("VmHWM") - before
+
+def status(name):
+    for line in open("/proc/self/status"):
+        if line.startswith(name):
+            return int(line.split()[1])
+
+def operands(m, n, k, packed):
+    a = torch.empty(m, k, dtype=torch.int8).random_(-128, 128)
+    weight = torch.empty(n, k, dtype=torch.int8).random_(-128, 128)
+    if packed:
+        weight = farro.int8.pack_groups(weight, 256).transpose(1, 2)
+    else:
+        weight = weight.T
+    scale_a, scale_b = torch.rand(m, -(-k // 256)), torch.rand(-(-k // 256), n)
+    out = torch.full((m, n), 1.0, dtype=torch.bfloat16)
+    return lambda: farro.int8_gemm(a, weight, scale_a, scale_b, out=out)
+
+packed = sys.argv[1] == "packed"
+operands(64, 64, 512, packed)()  # libraries, threads and probes are there before
+kept = []
+planted = peak(lambda: kept.append(torch.ones(32, 1024, 1024, dtype=torch.int8)))
+call = operands(1024, 4096, 4096, packed)
+print(planted, peak(call), peak(call))
+'''
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+@pytest.mark.parametrize("weight", ("strided", "packed"))
+def test_peak_memory_beyond_the_output(weight):
+    """M = 1024, N = K = 4096: at most 16 MiB, by the process's own high-water mark.
+
+    A planted 32 MiB shows that the mark is read right; freed memory goes back to the system at
+    once, so that none is reused unseen.
+    """
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0"}
+    script = [sys.executable, "-c", PEAK, weight]
+    run = subprocess.run(script, env=environment, capture_output=True, text=True, timeout=120)
+    if "clear_refs" in run.stderr:
+        pytest.skip("this system does not let a process reset its high-water mark")
+    assert run.returncode == 0, run.stderr
+    planted, first, second = (int(value) / 1024 for value in run.stdout.split())
+    assert 31 < planted < 40
+    assert 1 < first <= 16, f"{first:.1f} MiB"
+    assert second <= 16, f"{second:.1f} MiB"
+
+
+MACHINES = {
+    "no FMA instruction": ({"ATEN_CPU_CAPABILITY": "default"}, {"addcmul_fused"}),
+    "no VNNI": ({"ONEDNN_MAX_CPU_ISA": "AVX2"}, {"int8_product_exact"}),
+    "neither": (
+        {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "AVX2"},
+        {"addcmul_fused", "int8_product_exact"},
+    ),
+}
+
+
+@pytest.mark.skipif(not X86, reason="these variables pretend older x86-64 processors")
+@pytest.mark.parametrize("variables, lost", MACHINES.values(), ids=MACHINES)
+def test_older_processors(variables, lost):
+    """The probes notice what torch lost there, and the bits stay those of the reference."""
+    script = [sys.executable, "-m", "farro", "verify", "--quick", "--json", "--device", "cpu"]
+    run = subprocess.run(
+        [*script, "--backend", "cpu"],
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    found = json.loads(run.stdout)
+    assert not any(found["cpu"][probe] for probe in lost), found["cpu"]
+    kernels = {kernel["kernel"]: kernel for kernel in found["kernels"]}
+    assert set(kernels) == {"int8_gemm.cpu", "int8_quantize.cpu"}
+    for kernel in kernels.values():
+        assert kernel["passed"] == kernel["cases"] > 20
+
+
+@pytest.mark.skipif(not X86, reason="these variables pretend older x86-64 processors")
+def test_without_the_probes_older_processors_would_give_other_bits():
+    """The cases above can tell: with both probes answering yes, many of them fail."""
+    script = (
+        "import farro.ops.int8_gemm.cpu as cpu, sys\n"
+        "cpu.int8_product_is_exact = cpu.addcmul_is_fused = lambda: True\n"
+        "import farro.cli.environment as environment\n"
+        "sys.argv = ['farro', 'verify', '--quick', '--json', '--operator', 'int8_gemm', "
+        "'--backend', 'cpu', '--device', 'cpu']\n"
+        "from farro.cli import main\n"
+        "main()\n"
+    )
+    for variables, _ in list(MACHINES.values())[:2]:
+        run = subprocess.run(
+            [sys.executable, "-c", script],
+            env={**os.environ, **variables},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert run.returncode == 1, run.stdout + run.stderr
+        assert json.loads(run.stdout)["kernels"][0]["failed"] >= 1
