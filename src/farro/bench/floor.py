@@ -51,10 +51,8 @@ class Floors:
         assert best is not None, "no way to read runs here"
         return best
 
-    def copy_gbs(self, nbytes: int = 1 << 30) -> float:
-        """Bytes read and written by a copy, in GB/s."""
-        if self._timer.device.type == "cpu":
-            nbytes = 1 << 28
+    def copy_gbs(self, nbytes: int) -> float:
+        """Bytes read and written by a copy of `nbytes` / 2, in GB/s."""
         source = torch.randint(
             -(2**31), 2**31, (nbytes // 8,), dtype=torch.int32, device=self._timer.device
         )

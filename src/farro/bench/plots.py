@@ -16,20 +16,35 @@ def _shapes(rows: Iterable[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     return found
 
 
-def draw(result: dict[str, Any], directory: Path) -> list[Path]:
+def _figures(result: dict[str, Any]) -> dict[str, tuple[str, list[dict[str, Any]]]]:
+    """File name -> kind ("m" or "dense") and the rows to draw."""
+    found = {}
+    for kind in ("m", "dense"):
+        rows = [row for row in result["rows"] if (row["set"] == "dense") == (kind == "dense")]
+        for name, members in _shapes(rows).items():
+            if len({row["m"] for row in members}) > 1:
+                found[f"{name}-{kind}.png"] = kind, members
+    return found
+
+
+def names(result: dict[str, Any]) -> list[str]:
+    """The file names, less their prefix, that `draw` writes for a result."""
+    return list(_figures(result)) if "rows" in result else []
+
+
+def draw(result: dict[str, Any], directory: Path, prefix: str | None = None) -> list[Path]:
     """Write all plots of a result as PNG files; gives their paths."""
     import matplotlib
 
     matplotlib.use("Agg")
     directory.mkdir(parents=True, exist_ok=True)
+    prefix = f"{result['operator']}-" if prefix is None else prefix
     paths = []
-    for kind, wanted in (("m", lambda s: s not in ("dense",)), ("dense", lambda s: s == "dense")):
-        rows = [row for row in result["rows"] if wanted(row["set"])]
-        for name, members in _shapes(rows).items():
-            if len({row["m"] for row in members}) > 1:
-                path = directory / f"{result['operator']}-{name}-{kind}.png"
-                _plot(members, f"{result['operator']} {name.replace('-g', ', G ')}", kind, path)
-                paths.append(path)
+    for name, (kind, rows) in _figures(result).items():
+        path = directory / f"{prefix}{name}"
+        shape = name.rpartition("-")[0].replace("-g", ", G ")
+        _plot(rows, f"{result['operator']} {shape}", kind, path)
+        paths.append(path)
     return paths
 
 

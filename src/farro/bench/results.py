@@ -110,7 +110,8 @@ def empty(operator: str, device: torch.device, command: Sequence[str]) -> dict[s
         "schema": SCHEMA,
         "operator": operator,
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        "command": " ".join(command),
+        # of a path its last part: results are published, the machine's folders are not
+        "command": " ".join(Path(c).name if c.startswith("/") else c for c in command),
         "commit": commit(),
         "machine": machine(device),
         "versions": versions(),

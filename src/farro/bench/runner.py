@@ -92,7 +92,7 @@ def _measure_ceilings(session: Session) -> None:
         size >>= 3
     us, way = session.floors.read(size)
     ceilings["read"] = {"gbs": size / us / 1e3, "bytes": size, "way": way}
-    ceilings["copy"] = {"gbs": session.floors.copy_gbs()}
+    ceilings["copy"] = {"gbs": session.floors.copy_gbs(2 * size)}
     if session.adapter.ceiling is None:
         return
     subject = session.adapter.ceiling(device)

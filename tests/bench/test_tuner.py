@@ -1,0 +1,169 @@
+"""farro tune on the CPU, with the CPU kernel's blocks as configurations to choose among."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+
+import pytest
+import torch
+
+import farro.ops.int8_gemm as int8_gemm
+from farro import tuning
+from farro.bench import adapter, builders, plans, tuner
+from farro.bench.case import Options
+from farro.ops.int8_gemm import cpu
+
+CPU = torch.device("cpu")
+SHAPE = {"n": 64, "k": 96}
+
+
+def blocks(problem):
+    base = cpu.config(problem)
+    return [dataclasses.replace(base, columns=c, groups=g) for c in (16, 64) for g in (1, 3)]
+
+
+@pytest.fixture
+def tunable(monkeypatch):
+    """int8_gemm with a CPU kernel that has configurations."""
+    kernels = tuple(
+        dataclasses.replace(k, configs=blocks) if k.backend == "cpu" else k
+        for k in int8_gemm.OPERATOR.kernels
+    )
+    operator = dataclasses.replace(int8_gemm.OPERATOR, kernels=kernels)
+    monkeypatch.setattr(int8_gemm, "OPERATOR", operator)
+
+
+def make(tmp_path, said=None, **more):
+    said = [] if said is None else said
+    return tuner.Tuner(
+        *(adapter("int8_gemm"), CPU, "cpu", tmp_path / "cpu.json"),
+        jobs=0,
+        deadline=time.monotonic() + 60,
+        say=said.append,
+        progress=lambda *a: None,
+        **more,
+    )
+
+
+def listed(*rows):
+    found = adapter("int8_gemm")
+    return list(plans.cases(found, {"given": (SHAPE,)}, rows, [Options(CPU, 32)]))
+
+
+def test_measures_writes_a_table_and_goes_on_where_it_stopped(tunable, tmp_path):
+    said: list[str] = []
+    first = make(tmp_path, said)
+    entries = tuner.tune(first, listed(1, 40))
+    assert [e["problem"]["m"] for e in entries] == [1, 40]
+    for entry in entries:
+        assert entry["measured"] == len(entry["times"]) >= 4
+        assert entry["best_us"] <= entry["chosen_us"]
+        assert entry["best_us"] == min(us for _, us in entry["times"][:1])
+    table = json.loads(first.table.read_text())
+    assert table["operator"] == "int8_gemm" and 1 <= len(table["rows"]) <= 2
+    assert {"backend", "group_size", "m", "n", "k", "config"} <= table["rows"][0].keys()
+    cpu.Config(**table["rows"][0]["config"])
+    said.clear()
+    again = tuner.tune(make(tmp_path, said), listed(1, 40, 7))
+    assert "3 problems, 2 of them measured before" in said
+    assert [e["problem"]["m"] for e in again] == [1, 40, 7] and again[:2] == entries
+    assert len(tuner.tune(make(tmp_path, fresh=True), listed(7))) == 1
+
+
+def test_a_dry_run_writes_nothing(tunable, tmp_path):
+    assert len(tuner.tune(make(tmp_path, keep=False), listed(3))) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_written_table_is_found_by_calls(tunable, tmp_path, monkeypatch):
+    monkeypatch.setenv("FARRO_TUNED_DIR", str(tmp_path))
+    session = make(tmp_path)
+    session.table = tuning.user_path("int8_gemm", "cpu")
+    entries = tuner.tune(session, listed(5))
+    rows = tuning.table("int8_gemm", "cpu")
+    exact = {"backend": "cpu", "group_size": 32}
+    assert tuning.nearest(rows, exact, {"m": 6, **SHAPE}) == entries[0]["best"]
+
+
+def test_a_limit_takes_a_sample_and_the_choice_of_today(tunable, tmp_path):
+    (entry,) = tuner.tune(make(tmp_path, limit=2), listed(5))
+    assert 2 <= entry["measured"] <= 3 and entry["chosen_us"] is not None
+
+
+def test_wrong_and_failing_configurations_never_win(tunable, tmp_path, monkeypatch):
+    right = cpu.run
+
+    def run(config, a, b, scale_a, scale_b, bias, out, group_size):
+        if config.columns == 16 and config.groups == 1:
+            raise RuntimeError("cannot launch")
+        if config.columns == 16:
+            return  # unwritten, so what the check poisoned
+        right(config, a, b, scale_a, scale_b, bias, out, group_size)
+        if config.groups == 1:
+            out[0, 0] += 1
+
+    monkeypatch.setattr(cpu, "run", run)
+    said: list[str] = []
+    (entry,) = tuner.tune(make(tmp_path, said), listed(5))
+    assert entry["best"]["columns"] == 64 and entry["best"]["groups"] > 1
+    assert any("WRONG" in line for line in said)
+    assert any("does not run" in line and "cannot launch" in line for line in said)
+
+
+def test_nothing_to_tune_is_an_error(tmp_path):
+    with pytest.raises(ValueError, match="has configurations"):
+        tuner.tune(make(tmp_path), listed(1))
+
+
+def test_a_builder_that_dies_costs_one_task(monkeypatch):
+    sizes, options = (("m", 1), ("n", 8), ("k", 32)), Options(CPU, 32)
+    good = builders.Task("int8_gemm", sizes, options, "cpu", cpu.Config(1, 8, 1, False, ""))
+    bad = dataclasses.replace(good, config=Dies())
+    odd = dataclasses.replace(good, config=None)
+    told = []
+    answers = builders.build(
+        [good, bad, odd, good], 1, time.monotonic() + 100, lambda done, total: told.append(done)
+    )
+    assert answers[0] is answers[3] is None
+    assert answers[1] == "its process died"
+    assert "AttributeError" in answers[2]
+    assert told == [1, 2, 3, 4]
+    assert builders.build([good], 1, time.monotonic() - 1, print) == {}
+
+
+class Dies:
+    """A configuration that ends the process that reads it."""
+
+    def __getattr__(self, name):
+        import os
+
+        if name.startswith("__"):
+            raise AttributeError(name)
+        os._exit(7)
+
+
+def entry_of(m, times):
+    best = min(times, key=lambda pair: pair[1])
+    problem = {"backend": "triton", "group_size": 256, "dtype": "bfloat16", "m": m, "n": 8, "k": 8}
+    return {"problem": problem, "best": best[0], "best_us": best[1], "times": times}
+
+
+def test_rows_that_a_neighbour_serves_are_left_out():
+    a, b = {"tile": 1}, {"tile": 2}
+    alike = [entry_of(m, [[a, 10.0], [b, 10.1]]) for m in (1, 2, 4)]
+    other = entry_of(8, [[a, 12.0], [b, 10.0]])
+    rows = tuner.thin([*alike, other])
+    assert [row["config"] for row in rows] == [b]  # within 2 % everywhere
+    other = entry_of(8, [[a, 10.0], [b, 20.0]])
+    far = entry_of(64, [[b, 5.0], [a, 50.0]])
+    rows = tuner.thin([*alike, other, far])
+    assert {json.dumps(row["config"]) for row in rows} == {json.dumps(a), json.dumps(b)}
+    exact = {"backend": "triton", "group_size": 256}
+    for entry in (*alike, other, far):
+        sizes = {name: entry["problem"][name] for name in ("m", "n", "k")}
+        found = tuning.nearest(tuple(rows), exact, sizes)
+        assert dict((json.dumps(c), us) for c, us in entry["times"])[json.dumps(found)] <= (
+            1.02 * entry["best_us"]
+        )
