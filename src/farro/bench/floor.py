@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -44,7 +45,8 @@ class Floors:
                 us = median(self._timer.samples(call, _FEW))
             except Exception as error:  # another Triton may not compile one of them
                 self.problems.append(name)
-                print(f"read floor: {name} does not run: {type(error).__name__}: {error}"[:200])
+                text = f"read floor: {name} does not run: {type(error).__name__}: {error}"
+                print(text[:200], file=sys.stderr)
                 continue
             if best is None or us < best[0]:
                 best = us, name

@@ -94,10 +94,10 @@ class GpuTimer:
         return median(self.samples(graph.replay, budget))
 
     def host_us(self, call: Callable[[], Any], device_us: float) -> float:
-        """Host time to enqueue a call without waiting: the best of five series of calls."""
-        count = int(max(10, min(100, 2e4 / max(device_us, 1.0))))
+        """Host time to enqueue a call without waiting: the best of three series of calls."""
+        count = int(max(5, min(100, 2e4 / max(device_us, 1.0))))
         series = []
-        for _ in range(5):
+        for _ in range(3):
             torch.cuda.synchronize(self.device)
             began = time.perf_counter()
             for _ in range(count):
