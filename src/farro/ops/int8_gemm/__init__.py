@@ -13,10 +13,20 @@ from ...arch import Arch
 from ...dispatch import Kernel, Operator, explained_by, remember, select
 from ...formats.int8_group import GROUP_SIZES
 from ...problem import Problem
-from . import cpu
+from . import cpu, triton
 from .checks import check, check_arguments, contiguous_scales
 
 KERNELS = (
+    Kernel(
+        "int8_gemm.triton",
+        "triton",
+        run="ops.int8_gemm.triton:run",
+        needs=frozenset({"triton"}),
+        why_not=triton.why_not,
+        config=triton.config,
+        must_run=lambda problem: len(problem.spec("b").shape) == 2,
+        configs=triton.candidates,
+    ),
     Kernel(
         "int8_gemm.cpu",
         "cpu",

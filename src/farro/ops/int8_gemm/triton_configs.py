@@ -107,8 +107,8 @@ def shared_bytes(config: Config, problem: Problem) -> int:
     sides = config.block_m + config.block_n
     item = problem.spec("out").dtype.itemsize
     if config.family == "ring":
-        scales = ring_scales(config, problem.spec("scale_a"), problem.spec("scale_b"))
-        stage = sides * config.block_k + (4 * config.block_n if scales else 0) + 16
+        carried = ring_scales(config, problem.spec("scale_a"), problem.spec("scale_b"))
+        stage = sides * config.block_k + (4 * config.block_n if carried else 0) + 16
         output = min(64 * config.block_n * item, 16384 if config.swap else 8192) + 16
         return config.stages * stage + config.consumers * output
     step = max(config.block_k, group_of(problem))  # bytes of a row that one loop step reads

@@ -22,9 +22,19 @@ from ...checks import (
 from ...dispatch import Kernel, Operator, explained_by, remember, select
 from ...formats.int8_group import GROUP_SIZES, check_group_size, dequantize, group_count
 from ...problem import Problem
-from . import cpu
+from . import cpu, triton
 
 KERNELS = (
+    Kernel(
+        "int8_quantize.triton",
+        "triton",
+        run="ops.int8_quantize.triton:run",
+        needs=frozenset({"triton"}),
+        why_not=triton.why_not,
+        config=triton.config,
+        must_run=lambda problem: len(problem.spec("x").shape) <= 4,
+        configs=triton.configs,
+    ),
     Kernel(
         "int8_quantize.cpu",
         "cpu",
