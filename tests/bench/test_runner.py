@@ -186,6 +186,10 @@ def test_peak_memory_of_a_call():
     if held is None:
         pytest.skip("this system does not tell")
     assert 45e6 < held < 75e6
+    keep = [torch.ones(100_000, dtype=torch.int8) for _ in range(300)]
+    del keep  # freed, yet resident until the allocator is asked to give it back
+    again = clock.peak_bytes(lambda: torch.ones(20_000_000, dtype=torch.int8).max())
+    assert 18e6 < again < 45e6
 
 
 def test_plans_of_sets_and_sizes():
