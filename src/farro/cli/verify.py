@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import fnmatch
 import json
 import secrets
 import shlex
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any
@@ -124,7 +126,10 @@ def _progress(total: int) -> Iterator[Callable[[str], None]]:
 
 def _verify(subjects: list[Subject], seed: int) -> None:
     """Run every case once per kernel; the reference runs once per case and device."""
-    with _progress(sum(len(subject.cases) for subject in subjects)) as step:
+    total = sum(len(subject.cases) for subject in subjects)
+    with warnings.catch_warnings(), _progress(total) as step:
+        # NumPy's, of NaN and Inf in Triton's interpreter
+        warnings.filterwarnings("ignore", category=RuntimeWarning, module="triton")
         kinds = dict.fromkeys((subject.operator, subject.device) for subject in subjects)
         for operator, device in kinds:
             kernels = [s for s in subjects if (s.operator, s.device) == (operator, device)]
@@ -223,6 +228,7 @@ def verify_command(
         raise ValueError(f"nothing to verify: {'; '.join(reasons) or f'no kernel of {backend!r}'}")
     _verify(subjects, data)
     found = {
+        "date": datetime.date.today().isoformat(),
         **environment(),
         "seed": data,
         "ok": not any(subject.failures for subject in subjects),
