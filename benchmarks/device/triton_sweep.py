@@ -69,8 +69,9 @@ def compile_one(job):
     """In a pool process, without the GPU: fills Triton's cache; the error's text if it fails."""
     values, shape, capability = job
     try:
-        call = backend.prepare(backend.Config.from_dict(values), *operands(*parse(shape), "meta"))
-        compiled = compile_only(call.kernel, call.args, call.options, capability)
+        *tensors, group = operands(*parse(shape), "meta")
+        call = backend.prepare(backend.Config.from_dict(values), *tensors, group)
+        compiled = compile_only(call.kernel, call.args(*tensors), call.options, capability)
         registers, stack = resources(compiled)
         if stack > 256:
             return f"spills: {stack} bytes of stack a thread ({registers} registers)"

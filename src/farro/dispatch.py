@@ -41,6 +41,7 @@ class Kernel:
     config: Callable[[Problem], Any] = _nothing
     must_run: Callable[[Problem], bool] = _never
     configs: Callable[[Problem], Iterable[Any]] | None = None  # those that `farro tune` times
+    bind: str = ""  # "module:function": config -> `run` for calls alike in all but addresses
 
     def refuses(self, problem: Problem) -> str | None:
         """Why this kernel does not run the problem, or None."""
@@ -72,12 +73,15 @@ class Choice:
 
     @functools.cached_property
     def run(self) -> Callable[..., None]:
+        if self.kernel.bind:
+            bound: Callable[..., None] = _load(self.kernel.bind)(self.config)
+            return bound
         return functools.partial(self.kernel.function(), self.config)
 
 
-def _load(path: str) -> Callable[..., None]:
+def _load(path: str) -> Callable[..., Any]:
     module, _, name = path.partition(":")
-    function: Callable[..., None] = getattr(
+    function: Callable[..., Any] = getattr(
         importlib.import_module(f".{module}", __package__), name
     )
     return function

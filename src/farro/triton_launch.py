@@ -1,23 +1,27 @@
 """Cheap launches of Triton kernels: compiled through Triton's front door once, then directly.
 
 `JITFunction.run` inspects every argument at each call, 10 us and more of host time for a kernel of
-thirty arguments. The first launch of a kind of call goes through it and leaves the compiled kernel;
-later ones call that kernel's own launcher. Whoever launches says what a kind of call is, by a key
-that covers all that Triton specializes on: dtypes, the 16-byte alignment of pointers, and of each
-integer whether it is 1, a multiple of 16, or wider than 32 bits.
+thirty arguments, and encodes tensor descriptors anew. A `Launcher` serves calls that differ in
+addresses alone: its first call goes through the front door and leaves the compiled kernel; later
+ones call that kernel's own launcher, with addresses as numbers and descriptors encoded once for
+each address. Anything unexpected there (a profiler's hooks, a Triton whose launcher looks
+different) falls back to the front door.
 """
 
 from __future__ import annotations
 
+import functools
+import types
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from .arch import interpreting
 
-_Entry = tuple[Callable[..., None], Any, Any]
-_LAUNCHERS: dict[Hashable, _Entry] = {}
+_COMPILED: dict[Hashable, Any] = {}  # by what Triton specializes on: Triton's CompiledKernel
+_DESCRIPTORS = 256  # encoded ones that a launcher keeps
 
 
 def specialization(value: int) -> tuple[bool, bool, bool]:
@@ -25,59 +29,150 @@ def specialization(value: int) -> tuple[bool, bool, bool]:
     return value == 1, value % 16 == 0, value > 0x7FFFFFFF
 
 
-def _hooked() -> bool:
-    """Whether a profiler listens to launches (Triton's proton): it needs the front door."""
+@dataclass
+class Launcher:
+    """Launches of one kernel on one device whose arguments differ in their addresses alone.
+
+    Tensor arguments come first, then `rest`: integers and constexprs, complete. `descriptors[i]`
+    makes the tensor descriptor of the i-th tensor, or is None where a pointer is passed.
+    `key` tells kernels apart that Triton would compile differently.
+    """
+
+    kernel: Any
+    key: Hashable
+    device: int | None
+    grid: tuple[int, int, int]
+    rest: tuple[Any, ...]
+    options: dict[str, Any]
+    descriptors: tuple[Callable[[torch.Tensor], Any] | None, ...]
+    _fire: Callable[[int, Sequence[Any]], None] | None = field(default=None, repr=False)
+    _encoded: dict[tuple[int, int], list[Any]] = field(default_factory=dict, repr=False)
+
+    def __call__(self, *tensors: torch.Tensor | None) -> None:
+        """Launch on the current stream of the device, whatever device is current."""
+        if self._fire is None or _hooked():
+            self._front_door(tensors)
+            return
+        if torch.cuda.current_device() != self.device:
+            with torch.cuda.device(self.device):
+                self(*tensors)
+            return
+        args: list[Any] = []
+        for i, (tensor, descriptor) in enumerate(zip(tensors, self.descriptors)):
+            if tensor is None:
+                args.append(None)
+            elif descriptor is None:
+                args.append(tensor.data_ptr())
+            else:
+                address = i, tensor.data_ptr()
+                args.extend(self._encoded.get(address) or self._encode(address, tensor))
+        args.extend(self.rest)
+        self._fire(_stream(self.device), args)
+
+    def _front_door(self, tensors: Sequence[torch.Tensor | None]) -> None:
+        if interpreting():
+            self.kernel[self.grid](*self._args(tensors), **self.options)
+            return
+        with torch.cuda.device(self.device):
+            if self.key not in _COMPILED and torch.cuda.is_current_stream_capturing():
+                raise RuntimeError(
+                    f"{self.kernel.__name__}: not compiled yet, and a CUDA graph is being "
+                    "captured; compile first, with farro.warmup or one call outside the capture"
+                )
+            compiled = self.kernel[self.grid](*self._args(tensors), **self.options)
+        if hasattr(compiled, "result"):  # compiled in another thread
+            compiled = compiled.result()
+        _COMPILED[self.key] = compiled
+        self._fire = _direct(compiled, self.grid)
+
+    def _args(self, tensors: Sequence[torch.Tensor | None]) -> list[Any]:
+        made = [
+            tensor if descriptor is None or tensor is None else descriptor(tensor)
+            for tensor, descriptor in zip(tensors, self.descriptors)
+        ]
+        return [*made, *self.rest]
+
+    def _encode(self, address: tuple[int, int], tensor: torch.Tensor) -> list[Any]:
+        """A descriptor as the launcher takes it; it depends on the address alone."""
+        from triton.backends.nvidia.driver import make_tensordesc_arg
+
+        make = self.descriptors[address[0]]
+        assert make is not None
+        which = sum(d is not None for d in self.descriptors[: address[0]])
+        meta = _COMPILED[self.key].metadata.tensordesc_meta[which]
+        # Triton 3.9 takes a third argument that it does not use
+        extra = (None,) * (make_tensordesc_arg.__code__.co_argcount - 2)
+        encoded: list[Any] = make_tensordesc_arg(make(tensor), meta, *extra)
+        if len(self._encoded) >= _DESCRIPTORS:
+            self._encoded.clear()
+        self._encoded[address] = encoded
+        return encoded
+
+
+def leading_stride(tensor: torch.Tensor) -> int:
+    """The row stride for a descriptor; that of a single row is never used and may be anything."""
+    stride, unit = tensor.stride(0), 16 // tensor.element_size()
+    if tensor.shape[0] == 1 and stride % unit:
+        return -(-tensor.shape[1] // unit) * unit
+    return stride
+
+
+def _stream(device: int | None) -> int:
+    """The current stream's handle; the private call spares a microsecond of wrapping."""
+    raw = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+    if raw is not None:
+        handle: int = raw(device)
+        return handle
+    handle = torch.cuda.current_stream(device).cuda_stream
+    return handle
+
+
+@functools.lru_cache(maxsize=1)
+def _runtime_knobs() -> Any:
     from triton import knobs
 
-    hooks = (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook)
-    return any(hook is not None and getattr(hook, "calls", True) for hook in hooks)
+    return knobs.runtime
 
 
-def _compile_and_launch(
-    kernel: Any, key: Hashable, grid: tuple[int, int, int], args: Sequence[Any], options: Any
-) -> None:
-    if not interpreting() and torch.cuda.is_current_stream_capturing() and key not in _LAUNCHERS:
-        raise RuntimeError(
-            f"{kernel.__name__}: not compiled yet, and a CUDA graph is being captured; compile "
-            "first, with farro.warmup or one call outside the capture"
-        )
-    compiled = kernel[grid](*args, **options)
-    if hasattr(compiled, "result"):  # compiled in another thread
-        compiled = compiled.result()
-    if compiled is not None and all(
-        hasattr(compiled, name) for name in ("run", "function", "packed_metadata")
-    ):
-        _LAUNCHERS[key] = (compiled.run, compiled.function, compiled.packed_metadata)
+def _hooked() -> bool:
+    """Whether a profiler listens to launches (Triton's proton): it needs the front door."""
+    knobs = _runtime_knobs()
+    for hook in (knobs.launch_enter_hook, knobs.launch_exit_hook):
+        if hook is not None and getattr(hook, "calls", True):
+            return True
+    return False
 
 
-def launch(
-    kernel: Any,
-    key: Hashable,
-    device: torch.device,
-    grid: tuple[int, int, int],
-    args: Sequence[Any],
-    options: dict[str, Any],
-) -> None:
-    """Launch `kernel[grid](*args, **options)` on the current stream of `device`.
+def _direct(
+    compiled: Any, grid: tuple[int, int, int]
+) -> Callable[[int, Sequence[Any]], None] | None:
+    """A call of the compiled kernel's C launcher with encoded arguments, or None if unknown."""
+    try:
+        launcher, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
+        flags = launcher.launch_cooperative_grid, launcher.launch_pdl
+        raw = _builtin(launcher.launch)
+        if raw is None or launcher.global_scratch_size or launcher.profile_scratch_size:
+            return None
+        if hasattr(launcher, "arg_annotations"):  # Triton 3.7 and later
+            about = launcher.arg_annotations, launcher.kernel_signature
+            tail = (metadata, None, None, None, None, None, *about)
+            return lambda stream, args: raw(*grid, stream, function, *flags, *tail, tuple(args))
+        head = (None, None, metadata, None, None, None)
+        return lambda stream, args: raw(*grid, stream, function, *flags, *head, *args)
+    except AttributeError:
+        return None
 
-    `args` are positional and complete, constexprs included; `key` must not be shared between calls
-    that Triton would compile differently, nor between devices.
-    """
-    entry = _LAUNCHERS.get(key)
-    if interpreting():
-        kernel[grid](*args, **options)
-        return
-    index = device.index
-    if index != torch.cuda.current_device():
-        with torch.cuda.device(index):
-            launch(kernel, key, torch.device("cuda", index), grid, args, options)
-        return
-    if entry is None or _hooked():
-        _compile_and_launch(kernel, key, grid, args, options)
-        return
-    run, function, metadata = entry
-    stream = torch.cuda.current_stream(index).cuda_stream
-    run(*grid, stream, function, metadata, None, None, None, *args)
+
+def _builtin(launch: Any) -> Callable[..., None] | None:
+    """The C function behind a launcher, which Triton wraps where it encodes descriptors."""
+    if isinstance(launch, types.BuiltinFunctionType):
+        return launch
+    cells = getattr(launch, "__closure__", None) or ()
+    for cell in cells:
+        if isinstance(cell.cell_contents, types.BuiltinFunctionType):
+            found: Callable[..., None] = cell.cell_contents
+            return found
+    return None
 
 
 def compile_only(

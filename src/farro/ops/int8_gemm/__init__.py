@@ -21,6 +21,7 @@ KERNELS = (
         "int8_gemm.triton",
         "triton",
         run="ops.int8_gemm.triton:run",
+        bind="ops.int8_gemm.triton:bind",
         needs=frozenset({"triton"}),
         why_not=triton.why_not,
         config=triton.config,

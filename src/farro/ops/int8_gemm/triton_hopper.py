@@ -24,6 +24,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from ...triton_launch import leading_stride
+
 # Triton 3.6's name for it, and that of later releases
 _copy = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 
@@ -256,21 +258,14 @@ gemm_ring = gluon.jit(do_not_specialize=["m"])(_gemm_ring)
 gemm_ring_swapped = gluon.jit(do_not_specialize=["n"])(_gemm_ring)
 
 
-def descriptor(tensor: torch.Tensor, rows: int, columns: int) -> Any:
+def describe(tensor: torch.Tensor, transpose: bool, rows: int, columns: int) -> Any:
     """A tensor descriptor of a matrix, in blocks of rows x columns swizzled as wgmma reads them."""
-    size = tensor.element_size()
+    matrix = tensor.T if transpose else tensor
+    size = matrix.element_size()
     width = columns if size == 1 else 0
     layout = gl.NVMMASharedLayout(swizzle_byte_width=width, element_bitwidth=8 * size, rank=2)
-    strides = [leading_stride(tensor), 1]
-    return TensorDescriptor(tensor, list(tensor.shape), strides, [rows, columns], layout)
-
-
-def leading_stride(tensor: torch.Tensor) -> int:
-    """The row stride for a descriptor; that of a single row is never used and may be anything."""
-    stride, unit = tensor.stride(0), 16 // tensor.element_size()
-    if tensor.shape[0] == 1 and stride % unit:
-        return -(-tensor.shape[1] // unit) * unit
-    return stride
+    strides = [leading_stride(matrix), 1]
+    return TensorDescriptor(matrix, list(matrix.shape), strides, [rows, columns], layout)
 
 
 def total_layout(block_n: int) -> Any:

@@ -29,6 +29,7 @@ KERNELS = (
         "int8_quantize.triton",
         "triton",
         run="ops.int8_quantize.triton:run",
+        bind="ops.int8_quantize.triton:bind",
         needs=frozenset({"triton"}),
         why_not=triton.why_not,
         config=triton.config,

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
-from ...problem import Problem
-from ...triton_launch import launch, specialization
+from ...dispatch import remember
+from ...problem import Problem, TensorSpec
+from ...triton_launch import Launcher, specialization
 from ...tuning import nearest, table
 
 _INT32 = 0x7FFFFFFF
@@ -131,25 +133,57 @@ def configs(problem: Problem) -> list[Config]:
     return found
 
 
+class _Bound:
+    """run() for calls of one Problem: all but addresses is worked out once for each device."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.launchers: dict[int | None, Launcher] = {}
+
+    def __call__(
+        self, x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, group_size: int
+    ) -> None:
+        launcher = self.launchers.get(x.device.index)
+        if launcher is None:
+            launcher = _launcher(self.config, x, q, scale, group_size)
+            self.launchers[x.device.index] = launcher
+        launcher(x, q, scale)
+
+
+def _launcher(
+    config: Config, x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, group_size: int
+) -> Launcher:
+    kernel, grid, args, options = prepare(config, x, q, scale, group_size)
+    numbers, constants = args[3:11], args[11:]
+    key = (
+        *(kernel, x.device.index, constants, config.warps, x.dtype),
+        tuple(t.data_ptr() % 16 == 0 for t in (x, q, scale)),
+        specialization(numbers[1]),
+        tuple(map(specialization, numbers[4:])),
+    )
+    return Launcher(kernel, key, x.device.index, grid, args[3:], options, (None,) * 3)
+
+
+def bind(config: Config) -> Callable[..., None]:
+    """run() with its configuration, for calls alike in all but their tensors' addresses."""
+    return _Bound(config)
+
+
+_BOUND: dict[Any, Callable[..., None]] = {}
+
+
 def run(
     config: Config, x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, group_size: int
 ) -> None:
     """Write codes and scales, launched on the current stream of x's device."""
     if q.numel() == 0:
         return
-    kernel, grid, args, options = prepare(config, x, q, scale, group_size)
-    numbers = args[3:11]
-    key = (
-        kernel,
-        x.device.index,
-        args[11:],
-        config.warps,
-        x.dtype,
-        tuple(t.data_ptr() % 16 == 0 for t in (x, q, scale)),
-        specialization(numbers[1]),
-        tuple(map(specialization, numbers[4:])),
-    )
-    launch(kernel, key, x.device, grid, args, options)
+    key = (config, group_size, TensorSpec.of(x), q.data_ptr() & 15, scale.data_ptr() & 15)
+    bound = _BOUND.get(key)
+    if bound is None:
+        bound = bind(config)
+        remember(_BOUND, key, bound)
+    bound(x, q, scale, group_size)
 
 
 def prepare(
