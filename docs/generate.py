@@ -92,7 +92,7 @@ def status(kernel: Kernel, arch_name: str, validated: dict[str, Any]) -> str:
         return f"validated ({device}, {passed} cases)"
     if kernel.backend in ("triton", "cuda"):
         return "compiles"
-    return "the formula itself" if arch_name == "cpu" else "plain torch"
+    return "the formula" if kernel.backend == "reference" else "not validated"
 
 
 def support_table() -> str:
@@ -119,7 +119,8 @@ def support() -> str:
         "# What runs where\n",
         "*validated*: `farro verify` compared the kernel bit for bit with the reference on such a "
         "device, and its report is in `benchmarks/results/<device>/validation.json`. *compiles*: "
-        "the test suite compiles it for that architecture, and nobody has run it there yet. Empty: "
+        "the test suite compiles it for that architecture, and nobody has run it there yet. *the "
+        "formula*: plain torch operators, what the others are compared with. Empty: "
         "the architecture lacks what the kernel needs.\n",
         support_table(),
         "\nThe public functions of each operator:\n",
