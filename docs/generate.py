@@ -92,7 +92,7 @@ def status(kernel: Kernel, arch_name: str, validated: dict[str, Any]) -> str:
         return f"validated ({device}, {passed} cases)"
     if kernel.backend in ("triton", "cuda"):
         return "compiles"
-    return "the formula" if kernel.backend == "reference" else "not validated"
+    return "the formula" if kernel.backend == "reference" else "not verified yet"
 
 
 def support_table() -> str:
