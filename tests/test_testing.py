@@ -258,6 +258,17 @@ def test_a_kernel_that_refuses_what_it_must_run_fails():
     assert GemmCase("x").build().check(kernel).status == "refused"
 
 
+def test_bfloat16_is_not_asked_of_triton_s_interpreter():
+    """Which truncates it on the CPU; a GPU has to round."""
+    import dataclasses
+
+    kernel = dataclasses.replace(kernel_of("int8_gemm"), backend="triton")
+    if kernel.refuses(GemmCase("x").build().problem):
+        pytest.skip("Triton is not installed")
+    outcome = GemmCase("x", output=torch.bfloat16).build().check(kernel)
+    assert outcome.status == "refused" and "a GPU rounds it" in outcome.detail
+
+
 @pytest.mark.parametrize("case", (GemmCase("x", out="strided"), QuantizeCase("x")))
 def test_a_kernel_behind_another_of_its_back_end_is_run_directly(case):
     """`select` would not pick it, so the kernel itself has to be what runs."""

@@ -62,6 +62,11 @@ class Call(ABC):
         self.out = out
 
     @property
+    def gives_bfloat16(self) -> bool:
+        """Whether a result is BF16, which Triton's interpreter on the CPU truncates."""
+        return False
+
+    @property
     def arguments(self) -> dict[str, Any]:
         """Everything the function takes but `backend`; `out` is a view of a guarded buffer."""
         tensors = {n: None if g is None else g.view for n, g in self.inputs.items()}
@@ -109,6 +114,8 @@ class Call(ABC):
         if reason is not None:
             must = kernel.must_run(self.problem) and not self.problem.arch.lacks(kernel.needs)
             return Outcome("failed" if must else "refused", reason)
+        if kernel.backend == "triton" and self.problem.arch.name == "cpu" and self.gives_bfloat16:
+            return Outcome("refused", "Triton's interpreter truncates BF16; a GPU rounds it")
         expected = self.expected  # before the kernel could spoil an input
         for place in (self.out, *self.inputs.values()):
             if place is not None:

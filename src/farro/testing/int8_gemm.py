@@ -79,6 +79,10 @@ class GemmCase(Case):
 
 
 class GemmCall(Call):
+    @property
+    def gives_bfloat16(self) -> bool:
+        return self.keywords["output_dtype"] is _BF16
+
     def direct(self, kernel: Kernel) -> tuple[torch.Tensor, ...]:
         given = self.arguments
         shape = (given["a"].shape[0], given["b"].shape[-1])
