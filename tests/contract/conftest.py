@@ -34,7 +34,7 @@ def _devices(kernel: Kernel | None, cuda_only: bool) -> list[str]:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """`sample` alone: every sample; with `kernel`: each of its kernels, where it can run.
+    """`sample` alone: every sample; with `kernel` (as by `run`): each kernel, where it can run.
 
     With `device` each of them on each device. The fixtures `takes_...`, `is_compiled`,
     `has_configs` and `cuda_only` leave the others out.
@@ -102,12 +102,6 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 
 
 @pytest.fixture
-def kernel() -> Kernel | None:
-    """Replaced by the parametrization; None where a test takes samples only."""
-    return None
-
-
-@pytest.fixture
 def fresh() -> Iterator[None]:
     """No decision of an earlier test is remembered, none of this one is left."""
     dispatch.forget()
@@ -117,35 +111,32 @@ def fresh() -> Iterator[None]:
 
 @pytest.fixture
 def run(
-    sample: Sample, kernel: Kernel | None, monkeypatch: pytest.MonkeyPatch, fresh: None
+    sample: Sample, kernel: Kernel, monkeypatch: pytest.MonkeyPatch, fresh: None
 ) -> Callable[..., tuple[torch.Tensor, ...]]:
-    """Call the sample's function through this kernel alone, or through `auto` without a kernel.
+    """Call the sample's function through this kernel alone.
 
     Other kernels of the same back end are set aside, so an explicit back end means this kernel.
     """
     refuses = Kernel.refuses
 
     def only_this(self: Kernel, problem: Any) -> str | None:
-        if kernel is not None and self.backend == kernel.backend and self.name != kernel.name:
+        if self.backend == kernel.backend and self.name != kernel.name:
             return "set aside by this test"
         return refuses(self, problem)
 
     monkeypatch.setattr(Kernel, "refuses", only_this)
 
     def call(inputs: dict[str, Any], **changes: Any) -> tuple[torch.Tensor, ...]:
-        chosen = {} if kernel is None else {"backend": kernel.backend}
-        return tensors(sample.function(**{**inputs, **chosen, **changes}))
+        return tensors(sample.function(**{**inputs, "backend": kernel.backend, **changes}))
 
     return call
 
 
 @pytest.fixture
-def refused(sample: Sample, kernel: Kernel | None) -> Callable[[dict[str, Any]], str | None]:
+def refused(sample: Sample, kernel: Kernel) -> Callable[[dict[str, Any]], str | None]:
     """Why this kernel does not take a call, as `explain` says, or None."""
 
     def ask(inputs: dict[str, Any]) -> str | None:
-        if kernel is None:
-            return None
         rows = dispatch.explain(sample.function, **inputs).rows
         verdict = next(row.verdict for row in rows if row.kernel == kernel.name)
         return None if verdict == "runs" else verdict
@@ -156,30 +147,31 @@ def refused(sample: Sample, kernel: Kernel | None) -> Callable[[dict[str, Any]],
 @pytest.fixture
 def accepted(
     sample: Sample,
-    kernel: Kernel | None,
+    kernel: Kernel,
     device: torch.device,
     generator: torch.Generator,
     refused: Callable[[dict[str, Any]], str | None],
 ) -> Callable[..., list[tuple[str, dict[str, Any]]]]:
     """The sample's variants that this kernel takes, by name, with options replaced.
 
+    `faithful` leaves out those that Triton's interpreter cannot compute exactly.
+
     Skips where this device or machine cannot run the kernel at all; fails where it takes none of
     the variants, for then nothing would be tested.
     """
-    if kernel is not None:
-        reason = arch_of(device).lacks(kernel.needs)
-        reason = f"needs {reason}" if reason else dispatch.not_installed(kernel.backend)
-        if reason:
-            pytest.skip(f"{kernel.name}: {reason}")
+    lacking = arch_of(device).lacks(kernel.needs)
+    reason = f"needs {lacking}" if lacking else dispatch.not_installed(kernel.backend)
+    if reason:
+        pytest.skip(f"{kernel.name}: {reason}")
 
-    def variants(**options: Any) -> list[tuple[str, dict[str, Any]]]:
+    def variants(faithful: bool = False, **options: Any) -> list[tuple[str, dict[str, Any]]]:
         made = [
             (name, sample.inputs(generator, device, **{**own, **options}))
             for name, own in sample.variants.items()
         ]
         taken = [(name, inputs) for name, inputs in made if refused(inputs) is None]
         assert taken, f"no variant of {sample.name} is for {kernel}: {refused(made[0][1])}"
-        return taken
+        return [(n, inputs) for n, inputs in taken if not (faithful and inexact(inputs))]
 
     return variants
 
@@ -194,7 +186,6 @@ def poison() -> Iterator[None]:
         yield
 
 
-def inexact(kernel: Kernel | None, inputs: dict[str, Any]) -> bool:
+def inexact(inputs: dict[str, Any]) -> bool:
     """Whether results are only near: Triton's interpreter truncates FP32 to BF16 and FP16."""
-    narrow = inputs.get("output_dtype", torch.float32) != torch.float32
-    return interpreting() and kernel is not None and kernel.backend == "triton" and narrow
+    return interpreting() and inputs.get("output_dtype", torch.float32) != torch.float32

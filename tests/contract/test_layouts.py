@@ -26,13 +26,19 @@ def _check(run, refused, sample, inputs, changes, want, what) -> None:
 def test_scenario_04_each_argument_in_each_layout(
     run, accepted, refused, sample, kernel, device
 ) -> None:
-    _, inputs = accepted()[0]
-    for name, tensor in sample.present(inputs).items():
-        for layout in sample.arguments[name].layouts:
-            place = laid_out(tensor, layout, device)
-            want = run({**inputs, name: place.view.clone(memory_format=torch.contiguous_format)})
-            _check(run, refused, sample, inputs, {name: place.view}, want, f"{name} {layout}")
-            assert place.changed() == 0, f"{name} {layout}: written to"
+    for variant, inputs in accepted():
+        present = sample.present(inputs)
+        first = variant == next(iter(sample.variants))
+        if device.type == "cuda" and not first and all(t.dim() < 3 for t in present.values()):
+            continue  # there each layout compiles a kernel of its own
+        for name, tensor in present.items():
+            for layout in sample.arguments[name].layouts:
+                place = laid_out(tensor, layout, device)
+                copy = place.view.clone(memory_format=torch.contiguous_format)
+                want = run({**inputs, name: copy})
+                what = f"{variant}: {name} {layout}"
+                _check(run, refused, sample, inputs, {name: place.view}, want, what)
+                assert place.changed() == 0, f"{what}: written to"
 
 
 def test_scenario_04_all_arguments_in_views(run, accepted, refused, sample, kernel, device) -> None:

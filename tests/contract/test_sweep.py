@@ -66,18 +66,19 @@ def test_scenario_09_shards(run, accepted, refused, sample, kernel, device) -> N
     """Each shard size in each of the sizes, against the reference."""
     for name, size in itertools.product(sample.sizes, SHARDS):
         others = {other: 192 for other in sample.sizes if other != name}
-        for variant, inputs in accepted(m=5, **{name: size}, **others)[:3]:
+        for variant, inputs in accepted(faithful=True, m=5, **{name: size}, **others)[:3]:
             want = tensors(sample.function(**inputs, backend="reference"))
             for result, expected in zip(run(inputs), want):
                 sample.compare(result, expected, f"{variant}, {name} = {size}")
 
 
 def test_each_configuration_gives_the_same_bits(
-    run, accepted, sample, has_configs, kernel, device, generator
+    run, accepted, sample, has_configs, cuda_only, kernel, device, generator
 ) -> None:
     """Tests can force any legal configuration; a few of those that `farro tune` would time."""
     describe, heuristic = dispatch._DESCRIBERS[sample.function], kernel.config
-    for name, inputs in accepted(m=37)[:2]:
+    sizes = {name: 1024 for name in sample.sizes}
+    for name, inputs in accepted(m=200, **sizes)[:2]:
         want = run(inputs)
         legal = list(kernel.configs(describe(**inputs)[1]))
         assert legal
