@@ -65,6 +65,13 @@ def test_the_reference_comes_last_and_needs_nothing(operator: Operator) -> None:
     assert [k.backend for k in operator.kernels].count("reference") == 1
 
 
+@by_operator
+def test_back_ends_in_order_of_preference(operator: Operator) -> None:
+    """The CPU's own kernels come before Triton's, which run there in the interpreter."""
+    order = [k.backend for k in operator.kernels]
+    assert order == sorted(order, key=["cuda", "cpu", "triton", "reference"].index)
+
+
 @by_kernel
 def test_kernel_records(operator: Operator, kernel: Kernel) -> None:
     assert kernel.name.startswith(f"{operator.name}.{kernel.backend}")

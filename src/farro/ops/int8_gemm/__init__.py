@@ -18,6 +18,14 @@ from .checks import check, check_arguments, contiguous_scales
 
 KERNELS = (
     Kernel(
+        "int8_gemm.cpu",
+        "cpu",
+        run="ops.int8_gemm.cpu:run",
+        needs=frozenset({"cpu"}),
+        config=cpu.config,
+        must_run=lambda problem: True,
+    ),
+    Kernel(
         "int8_gemm.triton",
         "triton",
         run="ops.int8_gemm.triton:run",
@@ -27,14 +35,6 @@ KERNELS = (
         config=triton.config,
         must_run=lambda problem: len(problem.spec("b").shape) == 2,
         configs=triton.candidates,
-    ),
-    Kernel(
-        "int8_gemm.cpu",
-        "cpu",
-        run="ops.int8_gemm.cpu:run",
-        needs=frozenset({"cpu"}),
-        config=cpu.config,
-        must_run=lambda problem: True,
     ),
     Kernel(
         "int8_gemm.reference",

@@ -26,6 +26,14 @@ from . import cpu, triton
 
 KERNELS = (
     Kernel(
+        "int8_quantize.cpu",
+        "cpu",
+        run="ops.int8_quantize.cpu:run",
+        needs=frozenset({"cpu"}),
+        config=cpu.config,
+        must_run=lambda problem: True,
+    ),
+    Kernel(
         "int8_quantize.triton",
         "triton",
         run="ops.int8_quantize.triton:run",
@@ -35,14 +43,6 @@ KERNELS = (
         config=triton.config,
         must_run=lambda problem: len(problem.spec("x").shape) <= 4,
         configs=triton.configs,
-    ),
-    Kernel(
-        "int8_quantize.cpu",
-        "cpu",
-        run="ops.int8_quantize.cpu:run",
-        needs=frozenset({"cpu"}),
-        config=cpu.config,
-        must_run=lambda problem: True,
     ),
     Kernel(
         "int8_quantize.reference",
