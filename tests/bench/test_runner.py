@@ -106,7 +106,10 @@ def test_missing_and_failing_peers_are_named_and_do_not_hide_the_others(monkeypa
         return dataclasses.replace(case, peers=peers)
 
     session = runner.open_session(
-        dataclasses.replace(found, build=build), CPU, [], None, quick=True, rounds=1
+        *(dataclasses.replace(found, build=build), CPU, [], None),
+        backends=("auto",),
+        quick=True,
+        rounds=1,
     )
     sizes = {"m": 2, **TINY}
     result = runner.run(session, [Plan("given", sizes, Options(CPU, 32))] * 2)
