@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
-import time
+from typing import Any
 
 import pytest
 import torch
@@ -108,23 +108,29 @@ def test_explain_agrees_with_select(sample, takes_backend, generator, all_instal
                     select(sample.catalogued, question, backend)
 
 
+def _recorded(monkeypatch) -> list[tuple[str, Any]]:
+    """(kernel, configuration) of every run from now on."""
+    called: list[tuple[str, Any]] = []
+    bound = dispatch.Choice.run.func
+
+    def run(choice: dispatch.Choice):
+        function = bound(choice)
+
+        def record(*args):
+            called.append((choice.kernel.name, choice.config))
+            return function(*args)
+
+        return record
+
+    monkeypatch.setattr(dispatch.Choice, "run", property(run))
+    return called
+
+
 def test_explain_tells_the_kernel_that_runs(
     sample, takes_backend, device, generator, monkeypatch, fresh
 ) -> None:
     """For every variant and back end: the function that is called is the one explain named."""
-    called = []
-    function = Kernel.function
-
-    def recorded(self: Kernel):
-        run = function(self)
-
-        def record(*args):
-            called.append((self.name, args[0]))
-            return run(*args)
-
-        return record
-
-    monkeypatch.setattr(Kernel, "function", recorded)
+    called = _recorded(monkeypatch)
     for options in sample.variants.values():
         inputs = sample.inputs(generator, device, **options)
         for backend in BACKENDS:
@@ -162,7 +168,7 @@ def test_explanation(sample, takes_backend, device, generator, capsys) -> None:
 def test_explain_takes_meta_tensors_and_computes_nothing(
     sample, takes_backend, generator, monkeypatch
 ) -> None:
-    monkeypatch.setattr(Kernel, "function", lambda self: pytest.fail("explain loads no kernel"))
+    monkeypatch.setattr(dispatch, "_load", lambda path: pytest.fail(f"explain loads {path}"))
     for options in sample.variants.values():
         real, meta = (sample.inputs(generator, d, **options) for d in ("cpu", "meta"))
         assert explain(sample.function, **meta).chosen == explain(sample.function, **real).chosen
@@ -237,19 +243,7 @@ def test_scenario_17_first_calls_tune_nothing(
     run, accepted, sample, kernel, device, monkeypatch
 ) -> None:
     """A kernel is launched once a call, the first one too: candidates are not timed."""
-    times = []
-    function = Kernel.function
-
-    def counted(self: Kernel):
-        run = function(self)
-
-        def count(*args):
-            times.append(time.perf_counter())
-            return run(*args)
-
-        return count
-
-    monkeypatch.setattr(Kernel, "function", counted)
+    called = _recorded(monkeypatch)
     for count, (_, inputs) in enumerate(accepted(), 1):
         run(inputs)
-        assert len(times) == count
+        assert len(called) == count

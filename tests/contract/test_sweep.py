@@ -92,3 +92,13 @@ def test_each_configuration_gives_the_same_bits(
             for result, expected in zip(results, want):
                 assert_bit_equal(result, expected, f"{name}, {legal[pick]}")
     dispatch.forget()
+
+
+def test_long_rows(run, accepted, sample, cuda_only, kernel, device) -> None:
+    """Grids end at 65535 in their second and third dimension: a size of millions of elements."""
+    for size in sample.sizes:
+        options = {**dict.fromkeys(sample.sizes, 3), size: 3_000_017}
+        _, inputs = accepted(m=2, exact=True, **options)[0]
+        want = tensors(sample.function(**inputs, backend="reference"))
+        for result, expected in zip(run(inputs), want):
+            sample.compare(result, expected, f"{size} = 3,000,017")

@@ -14,7 +14,7 @@ from ...dispatch import Kernel, Operator, explained_by, remember, select
 from ...formats.int8_group import GROUP_SIZES
 from ...problem import Problem
 from . import cpu, triton
-from .checks import check, check_arguments, contiguous_scales
+from .checks import OUTPUT_DTYPES, check, check_arguments, contiguous_scales
 
 KERNELS = (
     Kernel(
@@ -298,19 +298,23 @@ def get_kernel_config(
 
 
 def warm(device: torch.device, shape: tuple[int, ...]) -> list[Callable[[], Any]]:
-    """Calls that compile what (M, N, K) needs, for each group size and output dtype."""
+    """Calls that compile what (M, N, K) needs: each group size and output dtype, and its bias."""
     m, n, k = shape
 
-    def call(group_size: int, dtype: torch.dtype) -> torch.Tensor:
+    def call(group_size: int, dtype: torch.dtype, bias: bool) -> torch.Tensor:
         a = torch.zeros(m, k, dtype=torch.int8, device=device)
         weight = torch.zeros(n, k, dtype=torch.int8, device=device)
         scale_a, scale_b = contiguous_scales(a, weight.T, group_size)
         return int8_gemm(
-            *(a, weight.T, scale_a, scale_b), group_size=group_size, output_dtype=dtype
+            *(a, weight.T, scale_a, scale_b),
+            group_size=group_size,
+            output_dtype=dtype,
+            bias=torch.zeros(n, dtype=dtype, device=device) if bias else None,
         )
 
     return [
-        functools.partial(call, group_size, dtype)
+        functools.partial(call, group_size, dtype, bias)
         for group_size in GROUP_SIZES
-        for dtype in (torch.bfloat16, torch.float16)
+        for dtype in OUTPUT_DTYPES
+        for bias in (False, True)
     ]

@@ -199,5 +199,5 @@ def warm(device: torch.device, shape: tuple[int, ...]) -> list[Callable[[], Any]
     return [
         functools.partial(call, group_size, dtype)
         for group_size in GROUP_SIZES
-        for dtype in (torch.bfloat16, torch.float16)
+        for dtype in (torch.bfloat16, torch.float16, torch.float32)
     ]

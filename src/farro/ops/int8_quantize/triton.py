@@ -18,6 +18,7 @@ _INT32 = 0x7FFFFFFF
 # Elements of one program, by how many there are in all: 64 a thread where that fills the device
 _ELEMENTS = ((8192, 8192 * 512), (2048, 2048 * 256), (1024, 0))
 _MAX_DIMS = 3
+_GRID = 65535
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,10 @@ def _fit(elements: int, problem: Problem) -> Config:
     whole = max(1, elements // group)
     groups_of_row = max(1, -(-problem.spec("x").shape[-1] // group))
     groups = min(whole, _power_of_two(groups_of_row), 16)
-    return Config(min(whole // groups, 32), groups, max(1, elements // 2048))
+    # a grid's second dimension ends at 65535: a row of very many groups gives each program more
+    while groups * _GRID < groups_of_row:
+        groups *= 2
+    return Config(max(1, min(whole // groups, 32)), groups, max(1, elements // 2048))
 
 
 def heuristic(problem: Problem) -> Config:
@@ -100,6 +104,8 @@ def refuses(config: Config, problem: Problem) -> str | None:
     held = config.rows * config.groups * group // (32 * config.warps)
     if any(v < 1 or v & (v - 1) for v in (config.rows, config.groups, config.warps)):
         return "rows, groups and warps are powers of two"
+    if -(-problem.spec("x").shape[-1] // group) > config.groups * _GRID:
+        return "more groups a row than a grid is wide"
     return f"{held} elements a thread would spill" if held > 128 else None
 
 
