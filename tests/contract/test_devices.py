@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -157,6 +158,7 @@ def _capture_cold(name: str, variant: str, backend: str, warm: str, cache: objec
         text=True,
         timeout=240,
         env=environment,
+        cwd=Path(__file__).parents[2],
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

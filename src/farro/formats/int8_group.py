@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from ..checks import check_dtype, check_required
+
 GROUP_SIZES = (32, 64, 128, 256)
 SCALE_FLOOR = 1e-12
 MAX_CODE = 127
@@ -61,10 +63,15 @@ def dequantize(
 
 
 def pack_groups(codes: torch.Tensor, group_size: int) -> torch.Tensor:
-    """codes [N, K] -> [ceil(K/G), N, G] contiguous, the tail of K filled with zeros.
+    """codes int8 [N, K] -> [ceil(K/G), N, G] contiguous, the tail of K filled with zeros.
 
     The layout in which a CPU reads one group of a weight as one dense block.
     """
+    check_group_size("pack_groups", group_size)
+    check_required("pack_groups", codes=codes)
+    check_dtype("pack_groups", "codes", codes, (torch.int8,))
+    if codes.dim() != 2:
+        raise ValueError(f"pack_groups: codes has shape {list(codes.shape)}; needed [N, K]")
     n, k = codes.shape
     packed = codes.new_zeros(group_count(k, group_size), n, group_size)
     for g, (start, stop) in enumerate(group_bounds(k, group_size)):
@@ -74,5 +81,11 @@ def pack_groups(codes: torch.Tensor, group_size: int) -> torch.Tensor:
 
 def unpack_groups(packed: torch.Tensor, k: int) -> torch.Tensor:
     """The inverse of pack_groups: [ceil(K/G), N, G] -> [N, K] contiguous."""
+    check_required("unpack_groups", packed=packed)
+    shape = list(packed.shape)
+    if packed.dim() != 3:
+        raise ValueError(f"unpack_groups: packed has shape {shape}; needed [ceil(K/G), N, G]")
     groups, n, group_size = packed.shape
+    if groups != group_count(k, max(group_size, 1)):
+        raise ValueError(f"unpack_groups: k is {k}, which packed of shape {shape} does not hold")
     return packed.transpose(0, 1).reshape(n, groups * group_size)[:, :k].contiguous()
