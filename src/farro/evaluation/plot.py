@@ -141,4 +141,4 @@ def _draw_noise(axes: Any, what: str, rows: list[Row], colors: dict[str, str]) -
     axes.set_xlabel("linear layer, in the model's order", fontsize=9, color=_INK)
     axes.legend(fontsize=8, frameon=False, loc="upper center", ncols=2, bbox_to_anchor=(0.5, -0.14))
     _bare(axes)
-    _title(axes, f"Signal to noise of {what}", "dB, higher is better; a dot is a layer")
+    _title(axes, f"Signal to noise of the layers' {what}", "dB, higher is better; a dot is a layer")

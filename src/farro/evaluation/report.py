@@ -37,15 +37,21 @@ def print_report(evaluation: Evaluation, console: Console) -> None:
 def _main_table(evaluation: Evaluation) -> Table:
     count, tokens = evaluation.windows.ids.shape
     table = Table(
-        title=f"{escape(evaluation.checkpoint.name)}: checkpoint in "
+        title=f"{escape(evaluation.checkpoint.name)}\ncheckpoint in "
         f"{evaluation.checkpoint.precision}, loaded as {_dtype(evaluation)}, "
         f"on {evaluation.device}",
         caption=f"{count} windows of {tokens} tokens of {escape(evaluation.text.name)}; "
-        "KL(loaded || row), nats/token",
+        "KL(loaded || row)",
         title_style="bold",
     )
     table.add_column("\nmodel", no_wrap=True)
-    for heading in ("\nperplexity", "\nKL", "swapped\nMB", "model\nMB", "seconds a\nforward"):
+    for heading in (
+        "\nperplexity",
+        "KL, nats\na token",
+        "swapped\nMB",
+        "model\nMB",
+        "seconds a\nforward",
+    ):
         table.add_column(heading, justify="right", no_wrap=True)
     for row in evaluation.rows:
         table.add_row(
