@@ -109,7 +109,9 @@ def shared_bytes(config: Config, problem: Problem) -> int:
     if config.family == "ring":
         carried = ring_scales(config, problem.spec("scale_a"), problem.spec("scale_b"))
         stage = sides * config.block_k + (4 * config.block_n if carried else 0) + 16
-        output = min(64 * config.block_n * item, 16384 if config.swap else 8192) + 16
+        output = 64 * config.block_n * item + 16
+        if item < 4:  # stored in pieces
+            output = min(output, (16384 if config.swap else 8192) + 16)
         return config.stages * stage + config.consumers * output
     step = max(config.block_k, group_of(problem))  # bytes of a row that one loop step reads
     scales = 4 * max(1, config.block_k // group_of(problem))
@@ -283,34 +285,48 @@ def candidates(problem: Problem) -> list[Config]:
         if c.family == "ring":
             deep = deepest[c.swap, c.block_m, c.block_n, c.block_k]
             return c.stages == deep and (area >= 16384 or m <= 512)
-        warps = 4 if area <= 8192 or c.family == "specialized" else 8
-        return c.warps == warps and (area >= 8192 or m <= 512)
+        small = 8192 if "wgmma" in problem.arch.features else 4096
+        warps = 4 if area <= small or c.family == "specialized" else 8
+        return c.warps == warps and c.block_k <= 256 and (area >= 8192 or m <= 512)
 
     return [c for c in legal if plausible(c)]
+
+
+def _wide_loads(problem: Problem) -> bool:
+    """Whether both operands can be read 16 bytes at a time along K."""
+    return all(
+        spec.align >= 16 and spec.stride[along] == 1 and spec.stride[1 - along] % 16 == 0
+        for spec, along in ((problem.spec("a"), 1), (problem.spec("b"), 0))
+    )
 
 
 def heuristic(problem: Problem) -> Config:
     """A legal configuration for any problem, where no table has one."""
     m, n, _ = sizes(problem)
     group = group_of(problem)
-    narrow = min(64, max(16, 1 << (max(m, 1) - 1).bit_length()))
-    big_step, small_step = max(group, 128), min(group, 128) if group >= 128 else 128
-    if m <= 64:
+    step = max(group, 128)
+    last = Config("pointers", False, 32, 32, 128, 8, 4, 2)
+    if not _wide_loads(problem):  # they keep a wide tile out of registers
+        tries = []
+    elif m <= 64:
+        narrow = min(64, max(16, 1 << (max(m, 1) - 1).bit_length()))
         wide = 64 if n >= 64 * 96 else 16
         warps = 4 if wide == 64 else 2
         tries = [
-            Config("pointers", True, wide, narrow, big_step, 8, warps, 4),
-            Config("pointers", True, wide, narrow, small_step, 8, warps, 3),
+            Config("pointers", True, wide, narrow, step, 8, warps, 4),
+            Config("pointers", True, wide, narrow, step, 8, warps, 2),
         ]
     else:
-        ring = _ring_steps(group)
+        stage = _ring_steps(group)
         tries = [
-            Config("ring", False, 256, 128, ring[0], 8, 8, 4 if ring[0] == 128 else 8),
-            Config("ring", False, 128, 128, ring[-1], 8, 8, 5),
-            Config("pointers", False, 128, 128, small_step, 8, 8, 3),
-            Config("pointers", False, 128, 64, small_step, 8, 4, 3),
+            Config("ring", False, 128, 128, stage[-1], 8, 8, 5),
+            Config("pointers", False, 64, 64, step, 8, 4, 3),
+            Config("pointers", False, 64, 64, 128, 8, 4, 2),
         ]
-        if m <= 256:
-            tries = tries[1:]
-    tries.append(Config("pointers", False, 64, 64, 128, 8, 4, 2))
-    return next(c for c in tries if refuses(c, problem) is None)
+        if m > 256 and group > 32:
+            depth = 4 if stage[0] == 128 else 8
+            tries.insert(0, Config("ring", False, 256, 128, stage[0], 8, 8, depth))
+            tries.insert(1, Config("ring", False, 256, 128, stage[0], 8, 8, depth * 3 // 4))
+            tries.insert(3, Config("pointers", False, 128, 128, step, 8, 8, 3))
+            tries.insert(4, Config("pointers", False, 128, 64, step, 8, 8, 3))
+    return next(c for c in (*tries, last) if refuses(c, problem) is None)

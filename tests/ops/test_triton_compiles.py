@@ -1,0 +1,114 @@
+"""The Triton kernels compile for architectures that are not here, with Triton's compiler alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from farro.arch import arch_named
+from farro.ops.int8_gemm import triton as gemm
+from farro.ops.int8_gemm import triton_configs
+from farro.ops.int8_quantize import triton as quantizer
+from farro.problem import Problem
+
+pytest.importorskip("triton")
+from farro.triton_launch import compile_only, resources
+
+ARCHS = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120")
+
+
+def meta(*shape, dtype=torch.int8):
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def gemm_problem(m, n, k, group_size, arch, output=torch.bfloat16):
+    groups = -(-k // group_size)
+    tensors = {
+        "a": meta(m, k),
+        "b": meta(n, k).T,
+        "scale_a": meta(m, groups, dtype=torch.float32),
+        "scale_b": meta(groups, n, dtype=torch.float32),
+        "bias": meta(n, dtype=output),
+        "out": meta(m, n, dtype=output),
+    }
+    params = {"group_size": group_size}
+    return tuple(tensors.values()), Problem.of("int8_gemm", tensors, params, arch_named(arch))
+
+
+def compiled(config, tensors, problem):
+    call = gemm.prepare(config, *tensors, triton_configs.group_of(problem))
+    return compile_only(call.kernel, call.args(*tensors), call.options, problem.arch.capability)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("m, group_size", [(1, 256), (64, 32), (300, 64), (1024, 128)])
+def test_chosen_gemm(m, group_size, arch):
+    tensors, problem = gemm_problem(m, 4096, 4096, group_size, arch)
+    config = gemm.config(problem)
+    kernel = compiled(config, tensors, problem)
+    ptx = kernel.asm["ptx"]
+    assert f".target sm_{problem.arch.capability[0]}" in ptx
+    assert any(name in ptx for name in ("mma.sync", "wgmma.mma_async", "tcgen05.mma"))
+    registers, stack = resources(kernel)
+    assert stack <= 64, f"{config} spills {stack} bytes ({registers} registers)"
+    assert kernel.metadata.shared <= triton_configs.shared_bytes(config, problem)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_awkward_gemm(arch):
+    """No alignment anywhere, K no multiple of the group: it must compile, whatever the speed."""
+    tensors, problem = gemm_problem(33, 77, 201, 64, arch)
+    assert compiled(gemm.config(problem), tensors, problem).asm["cubin"]
+
+
+@pytest.mark.parametrize("family", triton_configs.FAMILIES)
+def test_families_use_what_they_promise(family):
+    """On SM90: no spills among samples of a family, wgmma where tiles allow it, TMA where asked."""
+    tensors, problem = gemm_problem(1024, 4096, 4096, 128, "sm_90")
+    found = [c for c in gemm.candidates(problem) if c.family == family and c.group_m == 8]
+    if family == "specialized" and not triton_configs.triton_specializes():
+        assert found == []
+        return
+    assert found
+    for config in found[:: max(1, len(found) // 3)]:
+        kernel = compiled(config, tensors, problem)
+        ptx = kernel.asm["ptx"]
+        assert "wgmma.mma_async" in ptx and ".s32.s8.s8" in ptx, config
+        assert ("cp.async.bulk.tensor" in ptx) == (family != "pointers"), config
+        assert "fma.rn.f32" in ptx and "fma.rn.ftz" not in ptx, config
+        if config.block_m != 256 or config.block_k != 128:  # the one that spills at G128
+            assert resources(kernel)[1] <= 64, config
+        assert kernel.metadata.shared <= triton_configs.shared_bytes(config, problem), config
+
+
+@pytest.mark.parametrize("group_size", (32, 64, 128, 256))
+@pytest.mark.parametrize("output", (torch.float32, torch.bfloat16))
+def test_rings_fit_in_shared_memory(output, group_size):
+    """The estimate that decides what is legal is no lower than what the compiler takes."""
+    tensors, problem = gemm_problem(48, 4096, 4096, group_size, "sm_90", output)
+    rings = [c for c in gemm.configs(problem) if c.family == "ring" and c.group_m == 8]
+    deepest = {(c.swap, c.block_m, c.block_n, c.block_k): c for c in rings}
+    for config in list(deepest.values())[::5]:
+        kernel = compiled(config, tensors, problem)
+        assert kernel.metadata.shared <= triton_configs.shared_bytes(config, problem), config
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32, torch.float64))
+def test_quantizer(dtype, arch):
+    for shape, group_size in (((4096, 4096), 256), ((3, 300), 32)):
+        x = meta(*shape, dtype=dtype)
+        q = meta(*shape)
+        scale = meta(shape[0], -(-shape[1] // group_size), dtype=torch.float32)
+        params = {"group_size": group_size}
+        problem = Problem.of("int8_quantize", {"x": x}, params, arch_named(arch))
+        kernel, _, args, options = quantizer.prepare(
+            quantizer.config(problem), x, q, scale, group_size
+        )
+        code = compile_only(kernel, args, options, problem.arch.capability)
+        ptx = code.asm["ptx"]
+        assert "fma.rn.f32" in ptx and "div.rn.f32" in ptx and "div.full" not in ptx
+        assert resources(code)[1] == 0
+        if shape[1] % group_size == 0:
+            wide = "ld.global.v2.b64" if dtype is torch.float64 else "ld.global.v4.b32"
+            assert wide in ptx
