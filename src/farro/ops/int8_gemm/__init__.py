@@ -13,10 +13,22 @@ from ...arch import Arch
 from ...dispatch import Kernel, Operator, explained_by, remember, select
 from ...formats.int8_group import GROUP_SIZES
 from ...problem import Problem
-from . import cpu, triton
+from . import cpu, sm90, triton
 from .checks import OUTPUT_DTYPES, check, check_arguments, contiguous_scales
 
 KERNELS = (
+    Kernel(
+        "int8_gemm.cuda_sm90",
+        "cuda",
+        run="ops.int8_gemm.sm90:run",
+        bind="ops.int8_gemm.sm90:bind",
+        needs=frozenset({"wgmma"}),
+        why_not=sm90.why_not,
+        config=sm90.config,
+        must_run=sm90.must_run,
+        configs=sm90.candidates,
+        yields=sm90.yields,
+    ),
     Kernel(
         "int8_gemm.cpu",
         "cpu",

@@ -1,0 +1,173 @@
+// Thin wrappers of the PTX that Hopper kernels are made of: shared addresses, mbarrier, TMA,
+// clusters, register budgets, fences. Names follow the PTX ISA. Included by every kernel; needs no
+// other header, so that NVRTC compiles it with nothing installed.
+#pragma once
+
+using i8 = signed char;
+using u8 = unsigned char;
+using u16 = unsigned short;
+using u32 = unsigned int;
+using i64 = long long;
+using u64 = unsigned long long;
+
+// A TMA descriptor (CUtensorMap): 128 opaque bytes, passed as a __grid_constant__ parameter.
+struct alignas(64) TensorMap {
+  u64 opaque[16];
+};
+
+namespace farro {
+
+__device__ __forceinline__ u32 smem_address(const void* pointer) {
+  return static_cast<u32>(__cvta_generic_to_shared(pointer));
+}
+
+// ---- mbarrier ----
+
+__device__ __forceinline__ void mbarrier_init(u32 barrier, u32 arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
+}
+
+// Makes initialized barriers visible to the copy engine and to the other CTAs of the cluster.
+__device__ __forceinline__ void fence_mbarrier_init() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+__device__ __forceinline__ void mbarrier_expect(u32 barrier, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
+               : "memory");
+}
+
+__device__ __forceinline__ void mbarrier_arrive(u32 barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// Arrive at the same barrier in CTA `rank` of the cluster.
+__device__ __forceinline__ void mbarrier_arrive_remote(u32 barrier, u32 rank) {
+  asm volatile(
+      "{\n.reg .b32 remote;\nmapa.shared::cluster.u32 remote, %0, %1;\n"
+      "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote];\n}" ::"r"(barrier),
+      "r"(rank)
+      : "memory");
+}
+
+__device__ __forceinline__ bool mbarrier_try_wait(u32 barrier, u32 parity) {
+  u32 done;
+  asm volatile(
+      "{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, p;\n}"
+      : "=r"(done)
+      : "r"(barrier), "r"(parity)
+      : "memory");
+  return done != 0;
+}
+
+__device__ __forceinline__ void mbarrier_wait(u32 barrier, u32 parity) {
+  while (!mbarrier_try_wait(barrier, parity)) {
+  }
+}
+
+// As mbarrier_wait, and writes of other CTAs of the cluster are visible after it.
+__device__ __forceinline__ void mbarrier_wait_cluster(u32 barrier, u32 parity) {
+  u32 done = 0;
+  while (done == 0) {
+    asm volatile(
+        "{\n.reg .pred p;\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, p;\n}"
+        : "=r"(done)
+        : "r"(barrier), "r"(parity)
+        : "memory");
+  }
+}
+
+// ---- TMA ----
+
+__device__ __forceinline__ void prefetch_tensor_map(const TensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+// One 2-D box at (x, y) (x along the contiguous dimension) to shared memory; outside is zero.
+__device__ __forceinline__ void tma_load(u32 smem, const TensorMap* map, int x, int y,
+                                         u32 barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%2, %3}], [%4];" ::"r"(smem),
+      "l"(map), "r"(x), "r"(y), "r"(barrier)
+      : "memory");
+}
+
+// The same box into every CTA of `mask`, at the same offsets of their shared memory.
+__device__ __forceinline__ void tma_load_multicast(u32 smem, const TensorMap* map, int x, int y,
+                                                   u32 barrier, u16 mask) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      ".multicast::cluster [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(smem),
+      "l"(map), "r"(x), "r"(y), "r"(barrier), "h"(mask)
+      : "memory");
+}
+
+// ---- Small asynchronous copies (a producer warp's scales) ----
+
+// BYTES (4, 8 or 16, aligned so) to shared memory, or zeros where `valid` is false (nothing is read).
+template <int BYTES>
+__device__ __forceinline__ void cp_async(u32 smem, const void* global, bool valid) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(smem), "l"(global),
+               "n"(BYTES), "r"(valid ? BYTES : 0)
+               : "memory");
+}
+
+// Arrive at the barrier once this thread's cp.async so far have landed.
+__device__ __forceinline__ void cp_async_arrive(u32 barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
+// ---- Clusters ----
+
+__device__ __forceinline__ u32 cluster_rank() {
+  u32 rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+
+__device__ __forceinline__ void cluster_sync() {
+  asm volatile(
+      "barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::
+          : "memory");
+}
+
+// The address of `smem` in CTA `rank` of the cluster.
+__device__ __forceinline__ u32 map_to_rank(u32 smem, u32 rank) {
+  u32 remote;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(smem), "r"(rank));
+  return remote;
+}
+
+// Store 4 bytes into a CTA of the cluster; its barrier counts them when they have landed.
+__device__ __forceinline__ void store_remote(u32 remote, u32 value, u32 remote_barrier) {
+  asm volatile(
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];" ::"r"(
+          remote),
+      "r"(value), "r"(remote_barrier)
+      : "memory");
+}
+
+// ---- Named barriers and register budgets ----
+
+__device__ __forceinline__ void named_barrier_sync(int name, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(name), "r"(threads) : "memory");
+}
+
+__device__ __forceinline__ void named_barrier_arrive(int name, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(name), "r"(threads) : "memory");
+}
+
+template <int REGISTERS>
+__device__ __forceinline__ void give_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+}
+
+template <int REGISTERS>
+__device__ __forceinline__ void take_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+}
+
+}  // namespace farro

@@ -1,0 +1,159 @@
+"""Compile a .cu file of the package to a CUBIN for one architecture, and keep it on disk.
+
+The cache is FARRO_CACHE_DIR, else ~/.cache/farro. A key holds the source with the text of every
+header it includes, the kernel's name expression, the options, the compiler's version and the
+architecture, so that no stale binary can match. One process compiles a key while others wait for
+it (a lock file a key); files appear by atomic rename; a truncated or foreign file is compiled
+again; where the directory cannot be written the result lives in memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+_PACKAGE = Path(__file__).resolve().parent.parent
+INCLUDE = Path(__file__).resolve().parent / "include"
+_MAGIC = b"farro-cubin-1\n"
+_OPTIONS = ("-std=c++20", "-default-device", "-O3")  # part of the key; see _compile for their use
+
+
+def cache_directory() -> Path:
+    given = os.environ.get("FARRO_CACHE_DIR")
+    return Path(given) if given else Path.home() / ".cache" / "farro"
+
+
+def source_text(source: str) -> str:
+    """The file and every header it includes, each once, in the order of inclusion."""
+    seen: dict[Path, str] = {}
+
+    def visit(path: Path) -> None:
+        if path in seen:
+            return
+        seen[path] = text = path.read_text()
+        for name in re.findall(r'^\s*#include\s+"([^"]+)"', text, re.MULTILINE):
+            beside = path.parent / name
+            visit(beside if beside.exists() else INCLUDE / name)
+
+    visit(_PACKAGE / source)
+    return "\n".join(f"// {path.name}\n{text}" for path, text in seen.items())
+
+
+def compiler_version() -> tuple[int, int]:
+    from cuda.bindings import nvrtc
+
+    error, major, minor = nvrtc.nvrtcVersion()
+    if int(error) != 0:
+        raise RuntimeError(f"NVRTC does not answer: {error}")
+    return int(major), int(minor)
+
+
+def cache_key(source: str, name: str, arch: str) -> str:
+    parts = (source_text(source), name, arch, *_OPTIONS, str(compiler_version()))
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:40]
+
+
+def _compile(source: str, name: str, arch: str) -> tuple[bytes, str]:
+    """CUBIN and the kernel's mangled name."""
+    from cuda.core import Program, ProgramOptions
+
+    path = _PACKAGE / source
+    options = ProgramOptions(
+        arch=arch,
+        std="c++20",
+        device_as_default_execution_space=True,
+        include_path=[str(INCLUDE), str(path.parent)],
+        name=path.name,
+    )
+    try:
+        code = Program(path.read_text(), "c++", options).compile("cubin", name_expressions=(name,))
+    except Exception as error:
+        raise RuntimeError(f"compiling {name} of {source} for {arch} failed: {error}") from error
+    lowered = code.symbol_mapping[name]
+    return bytes(code.code), lowered.decode() if isinstance(lowered, bytes) else str(lowered)
+
+
+def _pack(cubin: bytes, lowered: str) -> bytes:
+    head = {"name": lowered, "size": len(cubin), "sha256": hashlib.sha256(cubin).hexdigest()}
+    return _MAGIC + json.dumps(head).encode() + b"\n" + cubin
+
+
+def _unpack(data: bytes) -> tuple[bytes, str] | None:
+    """None where the file is truncated, damaged or not ours."""
+    if not data.startswith(_MAGIC):
+        return None
+    head, _, cubin = data[len(_MAGIC) :].partition(b"\n")
+    try:
+        about = json.loads(head)
+        whole = hashlib.sha256(cubin).hexdigest() == about["sha256"]
+        return (cubin, str(about["name"])) if whole else None
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def _read(path: Path) -> tuple[bytes, str] | None:
+    try:
+        return _unpack(path.read_bytes())
+    except OSError:
+        return None
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[bool]:
+    """Hold the key's lock; yields False where the directory cannot be written."""
+    try:
+        import fcntl
+
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = open(path, "a")  # noqa: SIM115 (closed below)
+    except (ImportError, OSError):
+        yield False
+        return
+    with file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield True
+
+
+def cubin(source: str, name: str, arch: str) -> tuple[bytes, str]:
+    """CUBIN and mangled name of kernel `name` of `source` (relative to the package) for `arch`."""
+    path = cache_directory() / "cubin" / f"{cache_key(source, name, arch)}.cubin"
+    found = _read(path)
+    if found is not None:
+        return found
+    with _locked(path.with_suffix(".lock")) as writable:
+        found = _read(path)  # another process may have compiled it while this one waited
+        if found is not None:
+            return found
+        compiled = _compile(source, name, arch)
+        if writable:
+            part = path.with_suffix(f".{os.getpid()}.part")
+            try:
+                part.write_bytes(_pack(*compiled))
+                part.replace(path)
+            except OSError:  # a full or read-only disk: the result is still good in memory
+                part.unlink(missing_ok=True)
+        return compiled
+
+
+@functools.lru_cache(maxsize=1024)
+def load(source: str, name: str, arch: str) -> Any:
+    """The cuda.core Kernel, compiled and loaded once a process."""
+    import torch
+
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"{name} of {source} is not compiled yet and a CUDA graph is being captured; "
+            "call farro.warmup(), or the function once, before capture"
+        )
+    from cuda.core import ObjectCode
+
+    binary, lowered = cubin(source, name, arch)
+    code = ObjectCode.from_cubin(binary, symbol_mapping={name: lowered.encode()})
+    return code.get_kernel(name)

@@ -1,0 +1,97 @@
+"""Launch native kernels on torch's current stream, cheaply.
+
+A prepared launch holds the parameters in memory as the driver wants them. Calls that repeat their
+addresses (weights always do, activations mostly, since torch's allocator gives the same memory
+again) reuse one whole, and then cost one driver call.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from typing import Any
+
+import torch
+
+from ..dispatch import insert
+from ..streams import current_stream
+from . import jit
+
+
+class Launch:
+    """One kernel with its grid and parameters; immutable, so that threads may share it."""
+
+    def __init__(
+        self,
+        device: int,
+        function: Any,
+        grid: tuple[int, int, int],
+        threads: int,
+        shared_bytes: int,
+        cluster: int,
+        parameters: tuple[Any, ...],
+    ) -> None:
+        """`parameters` are ctypes objects or CUtensorMap, each passed by value."""
+        from cuda.bindings import driver
+
+        self._device = device
+        self._function = function
+        self._alive = parameters
+        addresses = [
+            ctypes.addressof(p)
+            if isinstance(p, (ctypes.Structure, ctypes._SimpleCData))
+            else p.getPtr()
+            for p in parameters
+        ]
+        self._table = (ctypes.c_void_p * len(addresses))(*addresses)
+        self._table_address = ctypes.addressof(self._table)
+        self._shape = (grid, threads, shared_bytes, cluster)
+        self._configs: dict[int, Any] = {}
+        self._launch = driver.cuLaunchKernelEx
+
+    def _config(self, stream: int) -> Any:
+        from cuda.bindings import driver
+
+        grid, threads, shared_bytes, cluster = self._shape
+        config = driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = grid
+        config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+        config.sharedMemBytes = shared_bytes
+        config.hStream = driver.CUstream(stream)
+        if cluster > 1:
+            attribute = driver.CUlaunchAttribute()
+            attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+            attribute.value.clusterDim.x = cluster
+            attribute.value.clusterDim.y = attribute.value.clusterDim.z = 1
+            config.attrs = [attribute]
+            config.numAttrs = 1
+        return config
+
+    def on_current_stream(self) -> None:
+        """Launch on torch's current stream of the launch's device, whatever device is current."""
+        if torch.cuda.current_device() != self._device:
+            with torch.cuda.device(self._device):
+                self.on_current_stream()
+            return
+        stream = current_stream(self._device)
+        config = self._configs.get(stream)
+        if config is None:
+            config = self._config(stream)
+            insert(self._configs, stream, config, limit=16)
+        (error,) = self._launch(config, self._function, self._table_address, 0)
+        if int(error) != 0:
+            raise RuntimeError(f"cuLaunchKernelEx: {error} for grid and threads {self._shape}")
+
+
+@functools.lru_cache(maxsize=1024)
+def kernel_function(source: str, name: str, arch: str, device: int, shared_bytes: int) -> Any:
+    """The compiled kernel, allowed `shared_bytes` of dynamic shared memory on `device`."""
+    from cuda.bindings import driver
+
+    function = driver.CUfunction(int(jit.load(source, name, arch).handle))
+    kernel = driver.CUkernel(int(function))
+    attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    (error,) = driver.cuKernelSetAttribute(attribute, shared_bytes, kernel, driver.CUdevice(device))
+    if int(error) != 0:
+        raise RuntimeError(f"{name}: {shared_bytes} bytes of shared memory refused: {error}")
+    return function

@@ -1,0 +1,343 @@
+"""int8_gemm on SM90a: which native kernel and tile, and its launch.
+
+The kernels are sm90_large.cu (many rows) and sm90_small.cu (few); docs/int8-sm90.md explains them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+
+from ...cuda import tensor_map
+from ...cuda.launch import Launch, kernel_function
+from ...dispatch import insert
+from ...problem import Problem
+from ...tuning import nearest, table
+
+SHARED_LIMIT = 232448  # bytes a CTA may use on SM90
+_ALIGNMENT = 1024  # of shared memory, for the 128-byte swizzle
+_SMS = 132
+_OUT = {torch.bfloat16: "BFloat16", torch.float16: "Float16", torch.float32: "float"}
+_BIAS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
+_DEPTH = 128  # bytes of K in a stage, as in the .cu files
+_SCALE_STAGES = 4  # of the small kernel
+_LARGE_SCALES = 3 * 4  # stages times groups of scales in flight, of the large kernel
+
+
+@dataclass(frozen=True)
+class Config:
+    """One native configuration. `rows` x `columns` is the tile of the output [M, N]."""
+
+    policy: str  # "large" (persistent) or "small" (operands swapped, K split over a cluster)
+    rows: int
+    columns: int
+    stages: int
+    cluster: int = 1  # small: CTAs that share K
+    raster: int = 8  # large: row tiles visited together
+
+    @property
+    def tile(self) -> tuple[int, int]:
+        return self.rows, self.columns
+
+    @property
+    def warps(self) -> int:
+        return 12 if self.policy == "large" else 6
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def shared_bytes(config: Config, group_size: int) -> int:
+    """What the kernel's Shared / Layout adds up to, with room to align."""
+    stages, barriers = config.stages, 16 * config.stages + 16 * _SCALE_STAGES
+    if config.policy == "large":
+        data = stages * (config.rows + config.columns) * _DEPTH
+        scales = _LARGE_SCALES * (config.rows + config.columns) * 4
+        return data + scales + barriers + _ALIGNMENT
+    groups = max(group_size, _DEPTH) // group_size * config.cluster
+    data = stages * (config.rows + config.columns) * _DEPTH
+    scales = _SCALE_STAGES * groups * (config.rows + config.columns) * 4
+    owned = config.rows // 2 // config.cluster
+    exchange = 2 * 4 * groups * owned * 128 if config.cluster > 1 else 0
+    return data + scales + exchange + barriers + 16 + _ALIGNMENT
+
+
+def why_not(problem: Problem) -> str | None:
+    """The native kernels read codes by TMA; scales, bias and out may have any strides."""
+    a, b = problem.spec("a"), problem.spec("b")
+    if len(b.shape) == 3:
+        return "b is group-packed, the CPU's layout; pass weight.T"
+    (m, k), n = a.shape, b.shape[1]
+    if 0 in (m, n, k):
+        return None
+    for name, spec, rows, columns in (("a", a, 0, 1), ("b", b, 1, 0)):
+        if spec.stride[columns] != 1 and k > 1:
+            layout = "row-major" if name == "a" else "column-major (weight.T)"
+            return f"{name} must be {layout}: its stride along K is {spec.stride[columns]}"
+        if spec.shape[rows] > 1 and spec.stride[rows] % 16:
+            return f"{name}'s leading stride is {spec.stride[rows]}; TMA needs a multiple of 16"
+        if spec.align < 16:
+            return f"{name}'s address is aligned to {spec.align} bytes; TMA needs 16"
+    return None
+
+
+def yields(problem: Problem) -> str | None:
+    """What the tuned table says another back end does faster, "auto" leaves to that one."""
+    (m, k), n = problem.spec("a").shape, problem.spec("b").shape[-1]
+    preferred = nearest(
+        table("int8_gemm", problem.arch.device),
+        {"backend": "auto", "group_size": group_of(problem)},
+        {"m": m, "n": n, "k": k},
+    )
+    if preferred is None or preferred.get("backend") == "cuda":
+        return None
+    return f"{preferred.get('backend')} was faster on the nearest problem of the tuned table"
+
+
+def must_run(problem: Problem) -> bool:
+    a, b = problem.spec("a"), problem.spec("b")
+    return (
+        len(b.shape) == 2
+        and a.shape[1] % 16 == 0
+        and a.align == b.align == 16
+        and a.stride == (a.shape[1], 1)
+        and b.stride == (1, b.shape[0])
+    )
+
+
+def configs(problem: Problem) -> list[Config]:
+    """Every legal configuration, for tests that force one."""
+    group_size = group_of(problem)
+    large = [
+        Config("large", rows, columns, stages, raster=raster)
+        for rows in (256, 128)
+        for columns in (128, 112, 96)
+        for stages in (3, 4, 5, 6)
+        for raster in (4, 8, 16)
+    ]
+    small = [
+        Config("small", tokens, 64, stages, cluster)
+        for tokens in (8, 16, 32, 64, 128)
+        for stages in (4, 6, 8, 12)
+        for cluster in (1, 2, 4)
+    ]
+    return [c for c in (*large, *small) if is_legal(c, group_size)]
+
+
+def candidates(problem: Problem) -> list[Config]:
+    """The legal configurations worth timing: some dozens, by the number of rows."""
+    m = problem.spec("a").shape[0]
+
+    def plausible(c: Config) -> bool:
+        if c.policy == "large":  # the deepest ring that fits; fewer stages never won
+            deepest = not is_legal(replace(c, stages=c.stages + 1), group_of(problem))
+            return m > 64 and deepest and (m > 512 or c.raster == 8)
+        return m <= 512 and m > c.rows // 2 and c.rows * 4 >= min(m, 128)
+
+    return [c for c in configs(problem) if plausible(c)]
+
+
+def group_of(problem: Problem) -> int:
+    group_size = problem.param("group_size")
+    assert isinstance(group_size, int)
+    return group_size
+
+
+def is_legal(config: Config, group_size: int) -> bool:
+    if shared_bytes(config, group_size) > SHARED_LIMIT:
+        return False
+    if config.policy == "large":
+        return config.stages >= 1 + max(group_size // _DEPTH, 1)
+    if config.rows // 2 < config.cluster:
+        return False  # a CTA of the cluster would own no sums
+    # accumulators of all groups of a unit: 128 registers a thread at the most
+    return max(_DEPTH // group_size, 1) * config.rows // 2 <= 128
+
+
+def config(problem: Problem) -> Config:
+    """The tuned table's nearest row, else the heuristic."""
+    group_size = group_of(problem)
+    (m, k), n = problem.spec("a").shape, problem.spec("b").shape[1]
+
+    def legal(values: dict[str, Any]) -> bool:
+        try:
+            return is_legal(Config(**values), group_size)
+        except TypeError:  # a table of another version
+            return False
+
+    found = nearest(
+        table("int8_gemm", problem.arch.device),
+        {"backend": "cuda", "group_size": group_size},
+        {"m": m, "n": n, "k": k},
+        legal,
+    )
+    return heuristic(m, n, k, group_size) if found is None else Config(**found)
+
+
+def heuristic(m: int, n: int, k: int, group_size: int) -> Config:
+    if m <= 128:
+        tokens = next(t for t in (8, 16, 32, 64, 128) if m <= t)
+        if max(_DEPTH // group_size, 1) * tokens // 2 > 128:
+            tokens = 64
+        tiles = -(-n // 64) * -(-m // tokens)
+        cluster = 1
+        while cluster < 4 and tiles * cluster * 2 <= 2 * _SMS and k >= 2048 * cluster:
+            cluster *= 2
+        for stages in (12, 8, 6, 4):
+            found = Config("small", tokens, 64, stages, min(cluster, tokens // 2))
+            if shared_bytes(found, group_size) <= SHARED_LIMIT // 2 - 1024 or stages == 4:
+                return found
+    rows = 256 if -(-m // 256) * -(-n // 128) >= _SMS else 128
+    return Config("large", rows, 128, 4 if rows == 256 else 6)
+
+
+class _Parameters(ctypes.Structure):
+    """`struct Problem` of the .cu files; the small kernel ignores the last two."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("scale_a", "scale_b", "bias", "out")),
+        *(
+            (name, ctypes.c_int64)
+            for name in (
+                *("scale_a_row", "scale_a_group", "scale_b_group", "scale_b_column"),
+                *("out_row", "out_column", "bias_stride"),
+            )
+        ),
+        *(
+            (name, ctypes.c_int)
+            for name in (
+                "m",
+                "n",
+                "k",
+                "bias_kind",
+                "raster",
+                "vector",
+                "scale_a_vector",
+                "scale_b_vector",
+            )
+        ),
+    )
+
+
+def kernel_name(config: Config, group_size: int, dtype: torch.dtype) -> tuple[str, str]:
+    """Source file and name expression."""
+    out = _OUT[dtype]
+    if config.policy == "large":
+        waves = config.rows // 128
+        arguments = f"{out}, {group_size}, {config.columns}, {waves}, {config.stages}"
+        return "ops/int8_gemm/sm90_large.cu", f"int8_gemm_large<{arguments}>"
+    arguments = f"{out}, {group_size}, {config.rows}, {config.stages}, {config.cluster}"
+    return "ops/int8_gemm/sm90_small.cu", f"int8_gemm_small<{arguments}>"
+
+
+def _grid(config: Config, m: int, n: int, sms: int) -> tuple[int, int, int]:
+    if config.policy == "small":
+        return -(-n // config.columns) * config.cluster, -(-m // config.rows), 1
+    return min(sms, -(-m // config.rows) * -(-n // config.columns)), 1, 1
+
+
+class _Bound:
+    """run() for calls alike in all but addresses: a launch is prepared once for each of these."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.launches: dict[Any, Launch] = {}
+
+    def __call__(
+        self,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        scale_a: torch.Tensor,
+        scale_b: torch.Tensor,
+        bias: torch.Tensor | None,
+        out: torch.Tensor,
+        group_size: int,
+    ) -> None:
+        key = (
+            *(a.data_ptr(), b.data_ptr(), scale_a.data_ptr(), scale_b.data_ptr(), out.data_ptr()),
+            *(bias if bias is None else bias.data_ptr(), a.get_device()),
+        )
+        launch = self.launches.get(key)
+        if launch is None:
+            if a.shape[1] == 0:  # nothing to sum, and no TMA descriptor of nothing
+                out.zero_() if bias is None else out.copy_(bias.float().expand_as(out))
+                return
+            with torch.cuda.device(a.device):
+                launch = _prepare(self.config, a, b, scale_a, scale_b, bias, out, group_size)
+            insert(self.launches, key, launch, limit=4096)
+        launch.on_current_stream()
+
+
+def bind(config: Config) -> Callable[..., None]:
+    """run() with its configuration, for calls alike in all but their tensors' addresses."""
+    return _Bound(config)
+
+
+def run(
+    config: Config,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scale_a: torch.Tensor,
+    scale_b: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    group_size: int,
+) -> None:
+    """Write int8_gemm's result to `out`, launched on the current stream of its device."""
+    bind(config)(a, b, scale_a, scale_b, bias, out, group_size)
+
+
+def _readable(scale: torch.Tensor, count: int) -> bool:
+    """Whether `count` neighbours along the last dimension may be read as one aligned vector."""
+    if count == 1:
+        return True
+    aligned = scale.data_ptr() % (4 * count) == 0 and scale.stride(0) % count == 0
+    return scale.stride(1) == 1 and aligned
+
+
+def _prepare(
+    config: Config,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scale_a: torch.Tensor,
+    scale_b: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    group_size: int,
+) -> Launch:
+    (m, k), n = a.shape, b.shape[1]
+    device = a.get_device()
+    source, name = kernel_name(config, group_size, out.dtype)
+    size = shared_bytes(config, group_size)
+    function = kernel_function(source, name, "sm_90a", device, size)
+    # a single row has no leading stride to speak of, but TMA wants one that is a multiple of 16
+    a_pitch = a.stride(0) if m > 1 else -(-k // 16) * 16
+    b_pitch = b.stride(1) if n > 1 else -(-k // 16) * 16
+    maps = (
+        tensor_map.encode(a.data_ptr(), m, k, a_pitch, config.rows, _DEPTH),
+        tensor_map.encode(b.data_ptr(), n, k, b_pitch, config.columns, _DEPTH),
+    )
+    row_bytes = out.stride(0) * out.element_size()
+    vector = out.stride(1) == 1 and row_bytes % 16 == 0 and out.data_ptr() % 16 == 0
+    parameters = _Parameters(
+        *(scale_a.data_ptr(), scale_b.data_ptr(), None if bias is None else bias.data_ptr()),
+        *(out.data_ptr(), *scale_a.stride(), *scale_b.stride(), *out.stride()),
+        *(1 if bias is None else bias.stride(0), m, n, k),
+        *(0 if bias is None else _BIAS[bias.dtype], config.raster, int(vector)),
+        next(v for v in (4, 2, 1) if _readable(scale_a, v)),
+        4 if n % 4 == 0 and _readable(scale_b, 4) else 1,
+    )
+    sms = torch.cuda.get_device_properties(device).multi_processor_count
+    return Launch(
+        device,
+        function,
+        _grid(config, m, n, sms),
+        32 * config.warps,
+        size,
+        config.cluster,
+        (*(maps if config.policy == "large" else maps[::-1]), parameters),
+    )
