@@ -7,6 +7,11 @@ import secrets
 import zlib
 
 import pytest
+
+# OpenMP threads that spin between tiny operators take ten times as long where other jobs run too;
+# it reads this once, when torch is loaded
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 import torch
 
 _SEED = int(os.environ.get("FARRO_TEST_SEED") or secrets.randbits(32))
