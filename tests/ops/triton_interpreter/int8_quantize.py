@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -21,6 +23,8 @@ pytestmark = [
     pytest.mark.skipif(not fused(), reason="this interpreter's tl.fma rounds twice"),
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # NumPy's, on Inf * 0
 ]
+# the largest cases belong to a GPU
+CASES = [case for case in quantize_cases() if math.prod(case.shape) <= 50_000]
 KERNEL = next(k for k in operator_named("int8_quantize").kernels if k.backend == "triton")
 
 
@@ -28,7 +32,7 @@ def seed_of(generator: torch.Generator) -> int:
     return int(torch.randint(2**31, (1,), generator=generator))
 
 
-@pytest.mark.parametrize("case", quantize_cases(), ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
 def test_cases(case, generator):
     outcome = case.build(seed=seed_of(generator)).check(KERNEL)
     assert outcome.status == "ok", outcome.detail
@@ -37,7 +41,7 @@ def test_cases(case, generator):
 @pytest.mark.parametrize("config", [Config(1, 1, 1), Config(4, 2, 4), Config(16, 1, 8)], ids=str)
 @pytest.mark.parametrize("group_size", (32, 64, 128, 256))
 def test_any_configuration(group_size, config, generator):
-    for shape in ((1, 1), (7, 1000), (33, 512)):
+    for shape in ((1, 1), (5, 600), (17, 512)):
         x = torch.randn(shape, generator=generator)
         q = torch.full(shape, 99, dtype=torch.int8)
         scale = torch.full((shape[0], -(-shape[1] // group_size)), -1.0)
@@ -68,7 +72,7 @@ def test_one_correction_is_enough_for_16_bits(dtype, significands):
     Powers of two scale every step exactly, so the significands and the distance of the exponents
     are all that matters; the scale is no subnormal, thanks to its floor.
     """
-    step = 8 if significands > 128 else 1  # float16: every eighth largest value, all others
+    step = 16 if significands > 128 else 1  # float16: every sixteenth largest value, all others
     largest = (significands + torch.arange(0, significands, step)).float()[:, None]
     scale = largest / 127
     reciprocal = 1 / scale
