@@ -128,8 +128,19 @@ def _int8_gemm(
 
 
 def _int8_gemm_required(backend: str, problem: Problem) -> bool:
-    packed = len(problem.spec("b").shape) == 3
-    return backend in ("reference", "cpu") or (backend == "triton" and not packed)
+    a, b = problem.spec("a"), problem.spec("b")
+    if backend in ("reference", "cpu"):
+        return True
+    if len(b.shape) == 3:  # packed for a CPU
+        return False
+    if backend == "triton":
+        return True
+    # native: row-major a and column-major b, leading strides and addresses of whole 16 bytes
+    rows = ((a.stride[1], a.stride[0], a.align), (b.stride[0], b.stride[1], b.align))
+    return all(
+        along == 1 and lead % 16 == 0 and lead >= a.shape[1] and align == 16
+        for along, lead, align in rows
+    )
 
 
 def _int8_gemm_empty(inputs: dict[str, Any]) -> tuple[torch.Tensor, ...]:

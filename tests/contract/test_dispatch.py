@@ -93,19 +93,79 @@ def test_a_kernel_that_refuses_what_it_must_run_is_found(sample, generator, monk
         test_required_problems(sample, lazy, generator, None)
 
 
-def test_explain_agrees_with_select(sample, takes_backend, generator, all_installed) -> None:
+def test_select_takes_the_first_that_runs(sample, takes_backend, generator, all_installed) -> None:
+    """Explicit back ends: the first kernel that does not refuse. auto: that, or a faster one."""
     for question in _problems(sample, generator):
+        rows = [(k, k.refuses(question)) for k in sample.catalogued.kernels]
         for backend in BACKENDS:
-            rows = [(k, k.refuses(question)) for k in sample.catalogued.kernels]
             fit = [k for k, why in rows if why is None and backend in ("auto", k.backend)]
-            if fit:
-                choice = select(sample.catalogued, question, backend)
-                assert choice.kernel is fit[0]
-                assert choice.config == fit[0].config(question)
-            else:
+            if not fit:
                 assert backend != "auto", "auto runs wherever any back end can"
                 with pytest.raises(farro.UnsupportedError, match=f"backend='{backend}'"):
                     select(sample.catalogued, question, backend)
+                continue
+            choice = select(sample.catalogued, question, backend)
+            passed = fit[: fit.index(choice.kernel)]
+            assert passed == [] or backend == "auto"
+            assert all(kernel.yields(question) is not None for kernel in passed)
+            assert choice.config == choice.kernel.config(question)
+
+
+def _toy(first: str | None, second: str | None, yields: str | None, monkeypatch):
+    """A function with two kernels and a reference: what refuses, and what leaves to a faster."""
+
+    def kernel(name: str, backend: str, why: str | None, **more: Any) -> Kernel:
+        return Kernel(f"toy.{name}", backend, "x:y", why_not=lambda problem: why, **more)
+
+    operator = dispatch.Operator(
+        "toy",
+        (
+            kernel("first", "cpu", first, yields=lambda problem: yields),
+            kernel("second", "cpu", second),
+            kernel("reference", "reference", None),
+        ),
+    )
+    question = problem.Problem.of("toy", {"x": torch.empty(1)}, {})
+
+    def function() -> None:
+        raise AssertionError("explain calls nothing")
+
+    def describe(*, backend: str = "auto", arch=None):
+        return operator, question, backend
+
+    monkeypatch.setitem(dispatch._DESCRIBERS, function, describe)
+    return operator, question, function
+
+
+@pytest.mark.parametrize(
+    "first, second, yields, auto, cpu",
+    [
+        (None, None, None, "first", "first"),
+        (None, None, "second is faster", "second", "first"),
+        (None, "broken", "second is faster", "first", "first"),  # nothing faster is there
+        ("odd", None, "second is faster", "second", "second"),
+        ("odd", "broken", None, "reference", None),
+    ],
+)
+def test_explain_and_select_agree(first, second, yields, auto, cpu, monkeypatch, fresh) -> None:
+    """Over every way in which a kernel is passed over; an explicit back end never falls back."""
+    operator, question, function = _toy(first, second, yields, monkeypatch)
+    for backend, want in (("auto", auto), ("cpu", cpu), ("reference", "reference")):
+        told = explain(function, backend=backend)
+        assert told.chosen == (want and f"toy.{want}")
+        if want is None:
+            with pytest.raises(farro.UnsupportedError, match=r"toy.first: odd; toy.second: broken"):
+                select(operator, question, backend)
+            assert "nothing runs this" in str(told)
+        else:
+            choice = select(operator, question, backend)
+            assert choice.kernel.name == told.chosen
+            before = told.rows[: [r.kernel for r in told.rows].index(told.chosen)]
+            reasons = {r.kernel: r.passed or r.verdict for r in before}
+            assert all(reasons[name] == reason for name, reason in choice.refused)
+    told = explain(function)
+    verdicts = [row["reason"] for row in told.as_dict()["kernels"]]
+    assert verdicts == [first, second, None]
 
 
 def _recorded(monkeypatch) -> list[tuple[str, Any]]:
@@ -154,7 +214,8 @@ def test_explanation(sample, takes_backend, device, generator, capsys) -> None:
     assert given["operator"] == sample.operator
     assert given["arch"] == ("cpu" if device.type == "cpu" else problem.arch_of(device).name)
     assert [k["kernel"] for k in given["kernels"]] == [k.name for k in sample.catalogued.kernels]
-    assert given["chosen"] == next(k["kernel"] for k in given["kernels"] if k["runs"])
+    runs = [k["kernel"] for k in given["kernels"] if k["runs"] and k["passed"] is None]
+    assert given["chosen"] == runs[0]
     for entry in given["kernels"]:
         assert entry["runs"] == (entry["reason"] is None)
         line = next(line for line in str(told).splitlines() if entry["kernel"] in line)

@@ -21,6 +21,7 @@ from ...tuning import nearest, table
 SHARED_LIMIT = 232448  # bytes a CTA may use on SM90
 _ALIGNMENT = 1024  # of shared memory, for the 128-byte swizzle
 _SMS = 132
+_INT32 = 0x7FFFFFFF
 _OUT = {torch.bfloat16: "BFloat16", torch.float16: "Float16", torch.float32: "float"}
 _BIAS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
 _DEPTH = 128  # bytes of K in a stage, as in the .cu files
@@ -74,6 +75,8 @@ def why_not(problem: Problem) -> str | None:
     (m, k), n = a.shape, b.shape[1]
     if 0 in (m, n, k):
         return None
+    if max(m, n, k) > _INT32:
+        return f"a dimension is longer than {_INT32}"
     for name, spec, rows, columns in (("a", a, 0, 1), ("b", b, 1, 0)):
         if spec.stride[columns] != 1 and k > 1:
             layout = "row-major" if name == "a" else "column-major (weight.T)"
@@ -99,14 +102,13 @@ def yields(problem: Problem) -> str | None:
 
 
 def must_run(problem: Problem) -> bool:
+    """16-byte aligned pointers and leading strides; any M, N, K, group, scales, bias and out."""
     a, b = problem.spec("a"), problem.spec("b")
-    return (
-        len(b.shape) == 2
-        and a.shape[1] % 16 == 0
-        and a.align == b.align == 16
-        and a.stride == (a.shape[1], 1)
-        and b.stride == (1, b.shape[0])
-    )
+    if len(b.shape) == 3 or a.align < 16 or b.align < 16 or max(*a.shape, *b.shape) > _INT32:
+        return False
+    k = a.shape[1]
+    sides = ((a.stride[1], a.stride[0]), (b.stride[0], b.stride[1]))
+    return all(along == 1 and lead % 16 == 0 and lead >= k for along, lead in sides)
 
 
 def configs(problem: Problem) -> list[Config]:
