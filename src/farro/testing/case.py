@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ..catalogue import operator_named
-from ..dispatch import Kernel, Operator, explain, select
+from ..dispatch import Kernel, Operator, explain, not_installed, select
 from ..problem import Problem
 from .compare import difference
 from .layouts import Guarded, poisoned_memory
@@ -112,7 +112,8 @@ class Call(ABC):
         """
         reason = kernel.refuses(self.problem)
         if reason is not None:
-            must = kernel.must_run(self.problem) and not self.problem.arch.lacks(kernel.needs)
+            elsewhere = self.problem.arch.lacks(kernel.needs) or not_installed(kernel.backend)
+            must = kernel.must_run(self.problem) and not elsewhere
             return Outcome("failed" if must else "refused", reason)
         if kernel.backend == "triton" and self.problem.arch.name == "cpu" and self.gives_bfloat16:
             return Outcome("refused", "Triton's interpreter truncates BF16; a GPU rounds it")
