@@ -112,10 +112,10 @@ class Launcher:
 
 def leading_stride(tensor: torch.Tensor) -> int:
     """The row stride for a descriptor; that of a single row is never used and may be anything."""
-    stride, unit = tensor.stride(0), 16 // tensor.element_size()
-    if tensor.shape[0] == 1 and stride % unit:
+    unit = 16 // tensor.element_size()
+    if tensor.shape[0] == 1:
         return -(-tensor.shape[1] // unit) * unit
-    return stride
+    return tensor.stride(0)
 
 
 @functools.lru_cache(maxsize=1)

@@ -98,6 +98,7 @@ def test_why_a_configuration_is_refused():
         ({"a": spec((1024, 4096), align=8)}, "16-byte aligned"),
         ({"a": spec((1024, 4096), stride=(1, 1024))}, "not contiguous"),
         ({"a": spec((1024, 4096), stride=(4104, 1))}, "no multiple of 16"),
+        ({"a": spec((1024, 4096), stride=(16, 1))}, "rows overlap"),
         ({"scale_b": spec((16, 4096), torch.float32, stride=(1, 16))}, "column scales"),
     ):
         assert reason in triton.refuses(ring, problem_of(1024, 4096, 4096, 256, **tensors))

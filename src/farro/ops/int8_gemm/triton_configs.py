@@ -89,6 +89,8 @@ def indescribable(spec: TensorSpec, along: int) -> str | None:
         return f"dimension {along} is not contiguous"
     if spec.stride[other] * size % 16 and spec.shape[other] > 1:
         return f"its leading stride {spec.stride[other]} is no multiple of {16 // size}"
+    if spec.stride[other] < spec.shape[along] and spec.shape[other] > 1:
+        return "its rows overlap"
     return None
 
 
