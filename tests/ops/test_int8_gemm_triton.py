@@ -74,6 +74,7 @@ def test_every_configuration_is_legal_and_survives_a_table():
         assert len(set(legal)) == len(legal) > 1000
         wanted = triton.candidates(problem)
         assert set(wanted) <= set(legal)
+        assert triton.heuristic(problem) in wanted
         assert 10 < len(wanted) < 300
         assert all(Config.from_dict(c.as_dict()) == c for c in wanted)
     assert {"pointers", "descriptors", "ring"} <= {c.family for c in wanted}

@@ -291,7 +291,9 @@ def candidates(problem: Problem) -> list[Config]:
         warps = 4 if area <= small or c.family == "specialized" else 8
         return c.warps == warps and c.block_k <= 256 and (area >= 8192 or m <= 512)
 
-    return [c for c in legal if plausible(c)]
+    found = [c for c in legal if plausible(c)]
+    usual = heuristic(problem)
+    return found if usual in found else [*found, usual]
 
 
 def _wide_loads(problem: Problem) -> bool:
