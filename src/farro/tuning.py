@@ -15,6 +15,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from .dispatch import forget
+
 _OPS = Path(__file__).parent / "ops"
 
 
@@ -41,11 +43,17 @@ def _read(path: Path) -> tuple[dict[str, Any], ...]:
         rows = json.loads(path.read_text())["rows"]
     except (OSError, ValueError, KeyError, TypeError):
         return ()  # no table, or not one of ours: heuristics serve
-    return tuple(row for row in rows if isinstance(row, dict) and "config" in row)
+    return tuple(row for row in rows if _is_row(row)) if isinstance(rows, list) else ()
+
+
+def _is_row(row: Any) -> bool:
+    if not isinstance(row, dict) or not isinstance(row.get("config"), dict):
+        return False
+    return all(isinstance(row.get(name, 1), int) for name in ("m", "n", "k"))
 
 
 def table(operator: str, device: str) -> tuple[dict[str, Any], ...]:
-    """The rows that apply on `device`: the user's, and the shipped ones behind them."""
+    """The rows that apply on `device`: the user's, or the shipped ones where there are none."""
     if not device:
         return ()
     return _read(user_path(operator, device)) or _read(shipped_path(operator, device))
@@ -75,10 +83,11 @@ def nearest(
 
 
 def write(path: Path, operator: str, device: str, rows: list[dict[str, Any]], about: Any) -> None:
-    """Write a table whole, or not at all."""
+    """Write a table whole, or not at all; the calls that follow in this process read it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     content = {"operator": operator, "device": device, "about": about, "rows": rows}
     part = path.with_suffix(f".{os.getpid()}.part")
     part.write_text(json.dumps(content, indent=1) + "\n")
     part.replace(path)
     _read.cache_clear()
+    forget()
