@@ -50,7 +50,9 @@ def test_scenario_04_all_arguments_in_views(run, accepted, refused, sample, kern
                 layouts = sample.arguments[argument].layouts
                 layout = layouts[(shift * 5 + i * 3) % len(layouts)]
                 changes[argument] = view = laid_out(tensor, layout, device).view
-                copies[argument] = view.clone(memory_format=torch.contiguous_format)
+                copies[argument] = view.clone()  # dense, its dimensions in the view's order
+            if refused({**inputs, **copies}):
+                continue
             want = run({**inputs, **copies})
             _check(run, refused, sample, inputs, changes, want, f"{name}, {shift}")
 
@@ -67,9 +69,9 @@ def test_scenario_04_out_in_each_layout(
         assert place.overwritten() == 0, layout
 
 
-def test_interleaved_out(run, sample, takes_out, device, generator) -> None:
+def test_interleaved_out(run, accepted, sample, takes_out, kernel, device) -> None:
     """Strides that interleave but never meet: every other column of an odd number of them."""
-    inputs = sample.first(generator, device)
+    _, inputs = accepted()[0]
     (rows, columns), dtype = sample.out(inputs)
     buffer = torch.full((rows, 2 * columns - 1), float("nan"), dtype=dtype, device=device)
     (result,) = run(inputs, out=buffer[:, ::2])

@@ -44,9 +44,11 @@ def quantize(x: torch.Tensor, group_size: int) -> tuple[torch.Tensor, torch.Tens
     scale = torch.empty(
         (*x.shape[:-1], group_count(x.shape[-1], group_size)), dtype=torch.float32, device=x.device
     )
+    # a tensor on x's device: on a GPU torch divides by a number through its rounded reciprocal
+    largest = torch.full((), MAX_CODE, dtype=torch.float32, device=x.device)
     for g, (start, stop) in enumerate(group_bounds(x.shape[-1], group_size)):
         values = x[..., start:stop]
-        s = (values.abs().amax(-1, keepdim=True) / MAX_CODE).clamp_min(SCALE_FLOOR)
+        s = (values.abs().amax(-1, keepdim=True) / largest).clamp_min(SCALE_FLOOR)
         q = torch.round(values / s).clamp(-MAX_CODE, MAX_CODE)
         codes[..., start:stop] = torch.where(torch.isfinite(s), q, 0).to(torch.int8)
         scale[..., g] = s.squeeze(-1)
