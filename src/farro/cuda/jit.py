@@ -21,8 +21,10 @@ from typing import Any
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 INCLUDE = Path(__file__).resolve().parent / "include"
-_MAGIC = b"farro-cubin-1\n"
-_OPTIONS = ("-std=c++20", "-default-device", "-O3")  # part of the key; see _compile for their use
+_MAGIC = b"farro-cubin-2\n"
+# All that decides the code but paths; part of the key. Without no_source_include NVRTC would look
+# for headers in the directory that the program happens to run in, before our own.
+_OPTIONS = {"std": "c++20", "device_as_default_execution_space": True, "no_source_include": True}
 
 
 def cache_directory() -> Path:
@@ -56,43 +58,43 @@ def compiler_version() -> tuple[int, int]:
 
 
 def cache_key(source: str, name: str, arch: str) -> str:
-    parts = (source_text(source), name, arch, *_OPTIONS, str(compiler_version()))
+    parts = (source_text(source), name, arch, repr(_OPTIONS), str(compiler_version()))
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:40]
+
+
+def program(source: str, arch: str, **more: Any) -> Any:
+    """The cuda.core Program of a source; `more` are further ProgramOptions, for a closer look."""
+    from cuda.core import Program, ProgramOptions
+
+    path = _PACKAGE / source
+    include = [str(path.parent), str(INCLUDE)]  # as source_text looks for them
+    options = ProgramOptions(arch=arch, include_path=include, name=path.name, **_OPTIONS, **more)
+    return Program(path.read_text(), "c++", options)
 
 
 def _compile(source: str, name: str, arch: str) -> tuple[bytes, str]:
     """CUBIN and the kernel's mangled name."""
-    from cuda.core import Program, ProgramOptions
-
-    path = _PACKAGE / source
-    options = ProgramOptions(
-        arch=arch,
-        std="c++20",
-        device_as_default_execution_space=True,
-        include_path=[str(INCLUDE), str(path.parent)],
-        name=path.name,
-    )
     try:
-        code = Program(path.read_text(), "c++", options).compile("cubin", name_expressions=(name,))
+        code = program(source, arch).compile("cubin", name_expressions=(name,))
     except Exception as error:
         raise RuntimeError(f"compiling {name} of {source} for {arch} failed: {error}") from error
     lowered = code.symbol_mapping[name]
     return bytes(code.code), lowered.decode() if isinstance(lowered, bytes) else str(lowered)
 
 
-def _pack(cubin: bytes, lowered: str) -> bytes:
-    head = {"name": lowered, "size": len(cubin), "sha256": hashlib.sha256(cubin).hexdigest()}
+def _pack(key: str, cubin: bytes, lowered: str) -> bytes:
+    head = {"key": key, "name": lowered, "sha256": hashlib.sha256(cubin).hexdigest()}
     return _MAGIC + json.dumps(head).encode() + b"\n" + cubin
 
 
-def _unpack(data: bytes) -> tuple[bytes, str] | None:
-    """None where the file is truncated, damaged or not ours."""
+def _unpack(key: str, data: bytes) -> tuple[bytes, str] | None:
+    """None where the file is truncated, damaged, another key's or not ours."""
     if not data.startswith(_MAGIC):
         return None
     head, _, cubin = data[len(_MAGIC) :].partition(b"\n")
     try:
         about = json.loads(head)
-        whole = hashlib.sha256(cubin).hexdigest() == about["sha256"]
+        whole = about["key"] == key and about["sha256"] == hashlib.sha256(cubin).hexdigest()
         return (cubin, str(about["name"])) if whole else None
     except (ValueError, KeyError, TypeError):
         return None
@@ -100,25 +102,25 @@ def _unpack(data: bytes) -> tuple[bytes, str] | None:
 
 def _read(path: Path) -> tuple[bytes, str] | None:
     try:
-        return _unpack(path.read_bytes())
+        return _unpack(path.stem, path.read_bytes())
     except OSError:
         return None
 
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[bool]:
-    """Hold the key's lock; yields False where the directory cannot be written."""
-    try:
-        import fcntl
+    """Hold the key's lock; yields False where the directory cannot be written or locked."""
+    with contextlib.ExitStack() as stack:
+        try:
+            import fcntl
 
-        path.parent.mkdir(parents=True, exist_ok=True)
-        file = open(path, "a")  # noqa: SIM115 (closed below)
-    except (ImportError, OSError):
-        yield False
-        return
-    with file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield True
+            path.parent.mkdir(parents=True, exist_ok=True)
+            file = stack.enter_context(open(path, "a"))
+            fcntl.flock(file, fcntl.LOCK_EX)
+            held = True
+        except (ImportError, OSError):
+            held = False
+        yield held
 
 
 def cubin(source: str, name: str, arch: str) -> tuple[bytes, str]:
@@ -135,14 +137,15 @@ def cubin(source: str, name: str, arch: str) -> tuple[bytes, str]:
         if writable:
             part = path.with_suffix(f".{os.getpid()}.part")
             try:
-                part.write_bytes(_pack(*compiled))
+                part.write_bytes(_pack(path.stem, *compiled))
                 part.replace(path)
             except OSError:  # a full or read-only disk: the result is still good in memory
-                part.unlink(missing_ok=True)
+                with contextlib.suppress(OSError):
+                    part.unlink()
         return compiled
 
 
-@functools.lru_cache(maxsize=1024)
+@functools.cache  # prepared launches keep handles: kernels are never unloaded
 def load(source: str, name: str, arch: str) -> Any:
     """The cuda.core Kernel, compiled and loaded once a process."""
     import torch

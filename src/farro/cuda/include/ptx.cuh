@@ -41,15 +41,6 @@ __device__ __forceinline__ void mbarrier_arrive(u32 barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// Arrive at the same barrier in CTA `rank` of the cluster.
-__device__ __forceinline__ void mbarrier_arrive_remote(u32 barrier, u32 rank) {
-  asm volatile(
-      "{\n.reg .b32 remote;\nmapa.shared::cluster.u32 remote, %0, %1;\n"
-      "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote];\n}" ::"r"(barrier),
-      "r"(rank)
-      : "memory");
-}
-
 __device__ __forceinline__ bool mbarrier_try_wait(u32 barrier, u32 parity) {
   u32 done;
   asm volatile(
@@ -95,16 +86,6 @@ __device__ __forceinline__ void tma_load(u32 smem, const TensorMap* map, int x, 
       : "memory");
 }
 
-// The same box into every CTA of `mask`, at the same offsets of their shared memory.
-__device__ __forceinline__ void tma_load_multicast(u32 smem, const TensorMap* map, int x, int y,
-                                                   u32 barrier, u16 mask) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
-      ".multicast::cluster [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(smem),
-      "l"(map), "r"(x), "r"(y), "r"(barrier), "h"(mask)
-      : "memory");
-}
-
 // ---- Small asynchronous copies (a producer warp's scales) ----
 
 // BYTES (4, 8 or 16, aligned so) to shared memory, or zeros where `valid` is false (nothing is read).
@@ -118,6 +99,11 @@ __device__ __forceinline__ void cp_async(u32 smem, const void* global, bool vali
 // Arrive at the barrier once this thread's cp.async so far have landed.
 __device__ __forceinline__ void cp_async_arrive(u32 barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
+// Before a thread that copied leaves: its copies have landed.
+__device__ __forceinline__ void cp_async_wait_all() {
+  asm volatile("cp.async.wait_all;" ::: "memory");
 }
 
 // ---- Clusters ----
@@ -150,15 +136,7 @@ __device__ __forceinline__ void store_remote(u32 remote, u32 value, u32 remote_b
       : "memory");
 }
 
-// ---- Named barriers and register budgets ----
-
-__device__ __forceinline__ void named_barrier_sync(int name, int threads) {
-  asm volatile("bar.sync %0, %1;" ::"r"(name), "r"(threads) : "memory");
-}
-
-__device__ __forceinline__ void named_barrier_arrive(int name, int threads) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(name), "r"(threads) : "memory");
-}
+// ---- Register budgets ----
 
 template <int REGISTERS>
 __device__ __forceinline__ void give_registers() {

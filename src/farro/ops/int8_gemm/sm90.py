@@ -21,12 +21,15 @@ from ...tuning import nearest, table
 SHARED_LIMIT = 232448  # bytes a CTA may use on SM90
 _ALIGNMENT = 1024  # of shared memory, for the 128-byte swizzle
 _SMS = 132
-_INT32 = 0x7FFFFFFF
+_LONGEST = 2**31 - 2**10  # a row's index plus a tile stays an int
+_LARGEST_GRID_Y = 65535
 _OUT = {torch.bfloat16: "BFloat16", torch.float16: "Float16", torch.float32: "float"}
 _BIAS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
 _DEPTH = 128  # bytes of K in a stage, as in the .cu files
-_SCALE_STAGES = 4  # of the small kernel
-_LARGE_SCALES = 3 * 4  # stages times groups of scales in flight, of the large kernel
+_SCALE_STAGES = {"large": 3, "small": 4}
+_SCALE_GROUPS = 4  # of one stage of scales, of the large kernel
+_ROWS = {"large": (256, 128), "small": (8, 16, 32, 64, 128)}
+_COLUMNS = {"large": (128, 112, 96), "small": (64,)}
 
 
 @dataclass(frozen=True)
@@ -54,17 +57,15 @@ class Config:
 
 def shared_bytes(config: Config, group_size: int) -> int:
     """What the kernel's Shared / Layout adds up to, with room to align."""
-    stages, barriers = config.stages, 16 * config.stages + 16 * _SCALE_STAGES
+    scale_stages, width = _SCALE_STAGES[config.policy], config.rows + config.columns
+    data = config.stages * width * _DEPTH
+    barriers = 2 * 8 * (config.stages + scale_stages)
     if config.policy == "large":
-        data = stages * (config.rows + config.columns) * _DEPTH
-        scales = _LARGE_SCALES * (config.rows + config.columns) * 4
-        return data + scales + barriers + _ALIGNMENT
+        return data + scale_stages * _SCALE_GROUPS * width * 4 + barriers + _ALIGNMENT
     groups = max(group_size, _DEPTH) // group_size * config.cluster
-    data = stages * (config.rows + config.columns) * _DEPTH
-    scales = _SCALE_STAGES * groups * (config.rows + config.columns) * 4
     owned = config.rows // 2 // config.cluster
     exchange = 2 * 4 * groups * owned * 128 if config.cluster > 1 else 0
-    return data + scales + exchange + barriers + 16 + _ALIGNMENT
+    return data + scale_stages * groups * width * 4 + exchange + barriers + 16 + _ALIGNMENT
 
 
 def why_not(problem: Problem) -> str | None:
@@ -75,14 +76,17 @@ def why_not(problem: Problem) -> str | None:
     (m, k), n = a.shape, b.shape[1]
     if 0 in (m, n, k):
         return None
-    if max(m, n, k) > _INT32:
-        return f"a dimension is longer than {_INT32}"
+    if max(m, n, k) > _LONGEST:
+        return f"a dimension is longer than {_LONGEST}"
     for name, spec, rows, columns in (("a", a, 0, 1), ("b", b, 1, 0)):
         if spec.stride[columns] != 1 and k > 1:
             layout = "row-major" if name == "a" else "column-major (weight.T)"
             return f"{name} must be {layout}: its stride along K is {spec.stride[columns]}"
-        if spec.shape[rows] > 1 and spec.stride[rows] % 16:
-            return f"{name}'s leading stride is {spec.stride[rows]}; TMA needs a multiple of 16"
+        lead = spec.stride[rows] if spec.shape[rows] > 1 else -(-k // 16) * 16
+        if lead % 16:
+            return f"{name}'s leading stride is {lead}; TMA needs a multiple of 16"
+        if lead < k:
+            return f"{name}'s leading stride is {lead}, below K = {k}; TMA's rows do not overlap"
         if spec.align < 16:
             return f"{name}'s address is aligned to {spec.align} bytes; TMA needs 16"
     return None
@@ -104,7 +108,7 @@ def yields(problem: Problem) -> str | None:
 def must_run(problem: Problem) -> bool:
     """16-byte aligned pointers and leading strides; any M, N, K, group, scales, bias and out."""
     a, b = problem.spec("a"), problem.spec("b")
-    if len(b.shape) == 3 or a.align < 16 or b.align < 16 or max(*a.shape, *b.shape) > _INT32:
+    if len(b.shape) == 3 or a.align < 16 or b.align < 16 or max(*a.shape, *b.shape) > _LONGEST:
         return False
     k = a.shape[1]
     sides = ((a.stride[1], a.stride[0]), (b.stride[0], b.stride[1]))
@@ -113,21 +117,21 @@ def must_run(problem: Problem) -> bool:
 
 def configs(problem: Problem) -> list[Config]:
     """Every legal configuration, for tests that force one."""
-    group_size = group_of(problem)
     large = [
         Config("large", rows, columns, stages, raster=raster)
-        for rows in (256, 128)
-        for columns in (128, 112, 96)
-        for stages in (3, 4, 5, 6)
+        for rows in _ROWS["large"]
+        for columns in _COLUMNS["large"]
+        for stages in (3, 4, 5, 6, 7)
         for raster in (4, 8, 16)
     ]
     small = [
         Config("small", tokens, 64, stages, cluster)
-        for tokens in (8, 16, 32, 64, 128)
+        for tokens in _ROWS["small"]
         for stages in (4, 6, 8, 12)
         for cluster in (1, 2, 4)
     ]
-    return [c for c in (*large, *small) if is_legal(c, group_size)]
+    m = problem.spec("a").shape[0]
+    return [c for c in (*large, *small) if is_legal(c, group_of(problem), m)]
 
 
 def candidates(problem: Problem) -> list[Config]:
@@ -149,15 +153,22 @@ def group_of(problem: Problem) -> int:
     return group_size
 
 
-def is_legal(config: Config, group_size: int) -> bool:
-    if shared_bytes(config, group_size) > SHARED_LIMIT:
+def is_legal(config: Config, group_size: int, m: int = 1) -> bool:
+    """Whether the kernels have this configuration and M rows fit its grid."""
+    c = config
+    sizes = (c.rows, c.columns, c.stages, c.cluster, c.raster)
+    if c.policy not in _ROWS or any(type(size) is not int or size < 1 for size in sizes):
         return False
-    if config.policy == "large":
-        return config.stages >= 1 + max(group_size // _DEPTH, 1)
-    if config.rows // 2 < config.cluster:
-        return False  # a CTA of the cluster would own no sums
+    if c.rows not in _ROWS[c.policy] or c.columns not in _COLUMNS[c.policy]:
+        return False
+    if c.stages <= max(group_size // _DEPTH, 1) or shared_bytes(c, group_size) > SHARED_LIMIT:
+        return False  # the ring must hold a group and let the next one begin
+    if c.policy == "large":
+        return c.cluster == 1 and c.raster <= 64
+    if c.cluster not in (1, 2, 4) or c.rows // 2 < c.cluster or m > _LARGEST_GRID_Y * c.rows:
+        return False  # a CTA of the cluster would own no sums, or rows have no CTA
     # accumulators of all groups of a unit: 128 registers a thread at the most
-    return max(_DEPTH // group_size, 1) * config.rows // 2 <= 128
+    return max(_DEPTH // group_size, 1) * c.rows // 2 <= 128
 
 
 def config(problem: Problem) -> Config:
@@ -167,7 +178,7 @@ def config(problem: Problem) -> Config:
 
     def legal(values: dict[str, Any]) -> bool:
         try:
-            return is_legal(Config(**values), group_size)
+            return is_legal(Config(**values), group_size, m)
         except TypeError:  # a table of another version
             return False
 
@@ -189,10 +200,14 @@ def heuristic(m: int, n: int, k: int, group_size: int) -> Config:
         cluster = 1
         while cluster < 4 and tiles * cluster * 2 <= 2 * _SMS and k >= 2048 * cluster:
             cluster *= 2
-        for stages in (12, 8, 6, 4):
-            found = Config("small", tokens, 64, stages, min(cluster, tokens // 2))
-            if shared_bytes(found, group_size) <= SHARED_LIMIT // 2 - 1024 or stages == 4:
-                return found
+        small = Config("small", tokens, 64, 4, cluster)
+        while not is_legal(small, group_size):  # a cluster's exchange of sums may not fit
+            small = replace(small, cluster=small.cluster // 2)
+        for stages in (12, 8, 6):
+            deeper = replace(small, stages=stages)
+            if shared_bytes(deeper, group_size) <= SHARED_LIMIT // 2 - 1024:  # two CTAs an SM
+                return deeper
+        return small
     rows = 256 if -(-m // 256) * -(-n // 128) >= _SMS else 128
     return Config("large", rows, 128, 4 if rows == 256 else 6)
 
@@ -266,7 +281,10 @@ class _Bound:
         launch = self.launches.get(key)
         if launch is None:
             if a.shape[1] == 0:  # nothing to sum, and no TMA descriptor of nothing
-                out.zero_() if bias is None else out.copy_(bias.float().expand_as(out))
+                # a sum over nothing is +0, and +0 + -0 is +0
+                out.zero_() if bias is None else out.copy_((bias.float() + 0.0).expand_as(out))
+                return
+            if out.numel() == 0:
                 return
             with torch.cuda.device(a.device):
                 launch = _prepare(self.config, a, b, scale_a, scale_b, bias, out, group_size)

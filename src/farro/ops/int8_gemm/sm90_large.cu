@@ -175,6 +175,9 @@ __global__ void __launch_bounds__(128 + 128 * kConsumers, 1)
   // Both waves use the same column scales: narrower tiles have registers to keep them
   constexpr bool kKeep = WAVES == 1 || COLUMNS <= 112;
   using S = Shared<ROWS, COLUMNS, STAGES>;
+  static_assert(STAGES > kBlocks, "a group's stages, and one that is being filled");
+  static_assert(S::a_bytes % 1024 == 0 && S::b_bytes % 1024 == 0, "whole atoms of the swizzle");
+  static_assert(COLUMNS % 16 == 0, "16-byte copies of scales and stores of BF16 rows");
 
   extern __shared__ u8 raw[];
   const u32 raw_address = smem_address(raw), base = (raw_address + 1023) & ~1023u;
@@ -234,6 +237,7 @@ __global__ void __launch_bounds__(128 + 128 * kConsumers, 1)
           ring.next();
         }
       }
+      cp_async_wait_all();
     }
   } else {
     take_registers<232>();

@@ -9,9 +9,9 @@
 
 using namespace farro;
 
-constexpr int kRows = 64;     // weight rows of a tile
-constexpr int kDepth = 128;   // bytes of K in one stage
-constexpr int kThreads = 192; // four consumer warps, one for TMA, one for scales
+constexpr int kRows = 64;      // weight rows of a tile
+constexpr int kDepth = 128;    // bytes of K in one stage
+constexpr int kThreads = 192;  // four consumer warps, one for TMA, one for scales
 constexpr int kScaleStages = 4;
 
 struct Problem {
@@ -84,6 +84,9 @@ __global__ void __launch_bounds__(kThreads)
                     const __grid_constant__ TensorMap token_map, const __grid_constant__ Problem p) {
   using L = Layout<GROUP, TOKENS, STAGES, CLUSTER>;
   constexpr int kSteps = GROUP >= kDepth ? kDepth / 32 : GROUP / 32;  // wgmma of a group and stage
+  static_assert(STAGES > L::unit_blocks, "a unit's stages, and one that is being filled");
+  static_assert(L::weight_bytes % 1024 == 0 && L::token_bytes % 1024 == 0, "whole swizzle atoms");
+  static_assert(L::owned > 0 && L::owned * CLUSTER == L::sums, "every CTA finishes as many sums");
 
   extern __shared__ u8 raw[];
   const u32 raw_address = smem_address(raw), base = (raw_address + 1023) & ~1023u;
@@ -154,6 +157,7 @@ __global__ void __launch_bounds__(kThreads)
       cp_async_arrive(base + L::scale_full + 8 * ring.stage);
       ring.next();
     }
+    cp_async_wait_all();
   } else {
     const int thread = threadIdx.x;
     float total[L::owned];
@@ -250,7 +254,8 @@ __global__ void __launch_bounds__(kThreads)
       const int token = first_token + index / 4 * 8 + 2 * (lane % 4) + index % 2;
       const int row = first_row + warp * 16 + lane / 4 + (index & 2) * 4;
       if (token < p.m && row < p.n) {
-        if (kind != BiasKind::none) total[i] = __fadd_rn(total[i], load_bias(p.bias, kind, row * p.bias_stride));
+        if (kind != BiasKind::none)
+          total[i] = __fadd_rn(total[i], load_bias(p.bias, kind, row * p.bias_stride));
         Out* at = static_cast<Out*>(p.out) + token * p.out_row + row * p.out_column;
         *at = convert(total[i], Out{});
       }
