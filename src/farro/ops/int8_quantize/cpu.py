@@ -30,8 +30,9 @@ def _quantize_block(x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, group
     # a copy even of FP32, since the values are divided in place
     values = torch.empty(rows, groups, group_size, dtype=torch.float32)
     values.view(rows, k).copy_(x)
-    low, high = torch.aminmax(values.view(rows * groups, group_size), dim=1)
-    s = torch.maximum(high, low.neg_()).div_(MAX_CODE).clamp_min_(SCALE_FLOOR)
+    of_group = values.view(rows * groups, group_size)
+    # two passes: torch.aminmax along a dimension is twenty times as slow as amax
+    s = torch.maximum(of_group.amax(1), of_group.amin(1).neg_()).div_(MAX_CODE).clamp_min_(SCALE_FLOOR)
     s = s.view(rows, groups)
     scale.copy_(s)
     # no clip: s is at least (max|x| / 127) * (1 - 2^-24), so no quotient rounds past 127
