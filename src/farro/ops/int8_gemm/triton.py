@@ -144,7 +144,7 @@ def prepare(
         constants = (*common, config.stages, config.family == "specialized", bias_axis)
         sides = _sides(_describe, config.swap, config.block_m, config.block_n, block_k)
         descriptors = (*sides, *(None,) * 4)
-    options = {"num_warps": config.warps, "num_stages": config.stages}
+    options = {"num_warps": config.warps, "num_stages": config.stages, "enable_fp_fusion": False}
     return Launch(kernels[config.swap], order, descriptors, numbers, constants, grid, options)
 
 
@@ -173,7 +173,7 @@ def _prepare_ring(
         triton_hopper.total_layout(block_n),
         triton_hopper.stored_layout(block_n, o.element_size(), o.stride(0) == 1),
     )
-    options: dict[str, Any] = {"num_warps": 4}
+    options: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": False}
     resident = 1
     if config.warps == 4:  # a lone consumer leaves room for a second block on the multiprocessor
         options["maxnreg"] = 128

@@ -210,5 +210,5 @@ def prepare(
     numbers = (rows, k, *sizes, *strides, x.stride(-1))
     constants = (group_size, config.rows, config.groups, len(dims), even)
     grid = (-(-rows // config.rows), -(-groups // config.groups), 1)
-    options = {"num_warps": config.warps}
+    options = {"num_warps": config.warps, "enable_fp_fusion": False}
     return quantize_groups, grid, (x, q, scale, *numbers, *constants), options
