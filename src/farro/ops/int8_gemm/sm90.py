@@ -142,7 +142,8 @@ def candidates(problem: Problem) -> list[Config]:
         if c.policy == "large":  # the deepest ring that fits; fewer stages never won
             deepest = not is_legal(replace(c, stages=c.stages + 1), group_of(problem))
             return m > 64 and deepest and (m > 512 or c.raster == 8)
-        return m <= 512 and m > c.rows // 2 and c.rows * 4 >= min(m, 128)
+        fits = m > c.rows // 2 or c.rows == min(_ROWS["small"])
+        return m <= 512 and fits and c.rows * 4 >= min(m, 128)
 
     return [c for c in configs(problem) if plausible(c)]
 
