@@ -1,11 +1,12 @@
-"""Write docs/performance.md (with plots), docs/support.md and README's generated parts.
+"""Write docs/performance.md (with plots), docs/support.md, and the generated parts of README.md
+and docs/group-size.md.
 
     python docs/generate.py            write them
     python docs/generate.py --check    exit 1 where a committed file differs from that
 
 Everything comes from the catalogue and from benchmarks/results/<device>/*.json: results of
-`farro bench --output`, of `farro tune --output` (searches), and validation.json, which is what
-`farro verify --json` printed on that device.
+`farro bench --output`, of `farro tune --output` (searches), of `farro eval --output` (eval.json),
+and validation.json, which is what `farro verify --json` printed on that device.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "src"))
+sys.path[:0] = [str(ROOT / "src"), str(ROOT / "docs")]
+
+import group_size  # noqa: E402
 
 from farro.arch import FEATURE_TEXT, arch_named  # noqa: E402
 from farro.catalogue import OPERATORS  # noqa: E402
@@ -25,6 +28,7 @@ from farro.dispatch import Kernel, Operator  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
 PLOTS = "plots"
+GROUP_PLOT = f"{PLOTS}/group-size.png"
 ARCHS = ("cpu", "sm_80", "sm_89", "sm_90", "sm_100", "sm_120")
 # operators of the specification that have no folder yet, with their public functions
 PLANNED = {
@@ -56,7 +60,9 @@ def _read(path: Path) -> Any:
 def benchmarks(device: Path) -> list[tuple[str, dict[str, Any]]]:
     """Name and content of every benchmark result of a device."""
     found = [(path.stem, _read(path)) for path in sorted(device.glob("*.json"))]
-    return [(n, r) for n, r in found if isinstance(r, dict) and r.get("schema") == 1]
+    # eval.json has a schema of its own, and no operator
+    mine = [(n, r) for n, r in found if isinstance(r, dict) and "operator" in r]
+    return [(n, r) for n, r in mine if r.get("schema") == 1]
 
 
 def validations() -> dict[str, dict[str, tuple[str, int, int]]]:
@@ -215,10 +221,10 @@ def _ceilings(result: dict[str, Any]) -> str:
 
 def _result(name: str, device: str, result: dict[str, Any]) -> list[str]:
     lines = [f"### {name}\n", _about(result), _ceilings(result)]
-    for (n, k, group_size, dtype, cold), rows in _groups(result["rows"]).items():
+    for (n, k, g, dtype, cold), rows in _groups(result["rows"]).items():
         sizes = f"K = {k}" if n is None else f"N = {n}, K = {k}"
         cache = "cold caches" if cold else "warm caches"
-        lines.append(f"**{sizes}, G {group_size}, {dtype}, {cache}**, microseconds:\n")
+        lines.append(f"**{sizes}, G {g}, {dtype}, {cache}**, microseconds:\n")
         lines += [_times(rows), f"Largest relative error: {_errors(rows)}.\n"]
         host = _host(rows)
         if host:
@@ -290,28 +296,25 @@ def performance_summary() -> str:
         # a CPU's fast path is the packed weight of the module
         operator = "int8_linear" if device.name.startswith("cpu") else "int8_gemm"
         found: dict[tuple[str, ...], list[str]] = {}
-        for _, result in benchmarks(device):
+        sources = {}
+        for _, result in sorted(benchmarks(device), key=lambda item: item[1]["date"]):
             if result["operator"] == operator and "rows" in result:
-                found |= {tuple(row[:2]): row for row in _summary_rows(result)}
-        rows = list(found.values())
-        if rows:
+                rows = {tuple(row[:2]): row for row in _summary_rows(result)}
+                found |= rows
+                sources |= dict.fromkeys(rows, result)
+        if found:
             head = ["(M, N, K)", "G", "farro, us", "TOPS", "library BF16, us", "speed-up"]
             head += ["best INT8 peer with scales, us"]
-            chip = _chip(device)
-            lines += [f"{chip}:\n", markdown(head, rows)]
+            used = {id(sources[key]): sources[key] for key in found}
+            lines += [*map(group_size.about, used.values()), ""]
+            lines += [markdown(head, list(found.values()))]
     return "\n".join(lines) if lines else "No results yet.\n"
-
-
-def _chip(device: Path) -> str:
-    machine = benchmarks(device)[0][1]["machine"]
-    chip = machine.get("gpu") or f"{machine['cpu']} ({device.name}), {machine['threads']} threads"
-    return f"**{chip}**"
 
 
 def _summary_rows(result: dict[str, Any]) -> list[list[str]]:
     rows = []
     for (n, k, g, _, cold), members in _groups(result["rows"]).items():
-        if g != 256 or (n, k) not in ((4096, 4096), (7168, 16384)) or not cold:
+        if g != 256 or (n, k) not in group_size.SHAPES or not cold:
             continue
         by = {(row["m"], row["subject"]): row for row in members}
         for m in sorted({row["m"] for row in members}):
@@ -343,9 +346,14 @@ def texts() -> dict[Path, str]:
     readme = between(readme, "support", support_table())
     readme = between(readme, "performance", performance_summary())
     docs = ROOT / "docs"
+    groups = (docs / "group-size.md").read_text()
+    groups = between(groups, "accuracy", group_size.accuracy(devices()))
+    groups = between(groups, "speed", group_size.speed(devices()))
+    groups = between(groups, "plot", group_size.plot(devices(), GROUP_PLOT))
     return {
         docs / "performance.md": performance().rstrip("\n") + "\n",
         docs / "support.md": support().rstrip("\n") + "\n",
+        docs / "group-size.md": groups,
         ROOT / "README.md": readme,
     }
 
@@ -357,6 +365,7 @@ def draw() -> None:
         for name, result in benchmarks(device):
             if "rows" in result:
                 draw_result(result, ROOT / "docs" / PLOTS / device.name, prefix=f"{name}-")
+    group_size.draw(devices(), ROOT / "docs" / GROUP_PLOT)
 
 
 def outdated() -> list[str]:
@@ -372,6 +381,9 @@ def outdated() -> list[str]:
                 path = ROOT / "docs" / PLOTS / device.name / plot
                 if not path.exists():
                     found.append(str(path.relative_to(ROOT)))
+    path = ROOT / "docs" / GROUP_PLOT
+    if not path.exists() and GROUP_PLOT in group_size.plot(devices(), GROUP_PLOT):
+        found.append(str(path.relative_to(ROOT)))
     return found
 
 
