@@ -11,6 +11,8 @@ endif
 .PHONY: demo test test-gpu lint bench docs clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
+	@echo "Setting up $(VENV) with torch and the tools: some GB and some minutes, once."
+	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 10) and 'farro needs Python 3.10 or newer: make PYTHON=python3.11')"
 	$(PYTHON) -m venv $(VENV)
 	$(RUN) -m pip install -q --upgrade pip
 	$(RUN) -m pip install -q -c constraints.txt -e '.[cli,models,triton,cuda,test,dev]'

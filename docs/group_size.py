@@ -91,7 +91,7 @@ def accuracy(devices: Sequence[Path]) -> str:
 
 
 def _results(device: Path) -> list[dict[str, Any]]:
-    """Results of `farro bench` on farro's own choice, oldest first; with cold caches, if any are."""
+    """Results of `farro bench` of this device, oldest first; with cold caches, if any are."""
     operator = "int8_linear" if device.name.startswith("cpu") else "int8_gemm"
     found = [json.loads(path.read_text()) for path in sorted(device.glob("*.json"))]
     mine = [r for r in found if r.get("operator") == operator and "rows" in r]
