@@ -24,7 +24,8 @@ from ...problem import Problem
 _ROWS = 1024
 _BLOCK_ELEMENTS = 1 << 19
 _MAX_COLUMNS = 4096
-_MAX_GROUPS = 8
+_SMALL_BLOCK = 1 << 16  # outputs: below, the calls of operators cost more than their passes
+_MANY_GROUPS = 8
 _FEW_ROWS = 64
 
 
@@ -49,7 +50,7 @@ def config(problem: Problem) -> Config:
     rows = min(max(m, 1), _ROWS)
     columns = max(64, min(_MAX_COLUMNS, _BLOCK_ELEMENTS // rows))
     columns = min(columns, max(n, 1))
-    groups = max(1, min(_MAX_GROUPS, _BLOCK_ELEMENTS // 2 // (rows * columns)))
+    groups = _MANY_GROUPS if rows * columns <= _SMALL_BLOCK else 1
     packed = len(b.shape) == 3
     swap = not packed and m <= _FEW_ROWS and b.stride[0] == 1
     product = "int8 product" if int8_product_is_exact() else "fp32 product of the codes"

@@ -32,7 +32,11 @@ def _quantize_block(x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, group
     values.view(rows, k).copy_(x)
     of_group = values.view(rows * groups, group_size)
     # two passes: torch.aminmax along a dimension is twenty times as slow as amax
-    s = torch.maximum(of_group.amax(1), of_group.amin(1).neg_()).div_(MAX_CODE).clamp_min_(SCALE_FLOOR)
+    s = (
+        torch.maximum(of_group.amax(1), of_group.amin(1).neg_())
+        .div_(MAX_CODE)
+        .clamp_min_(SCALE_FLOOR)
+    )
     s = s.view(rows, groups)
     scale.copy_(s)
     # no clip: s is at least (max|x| / 127) * (1 - 2^-24), so no quotient rounds past 127
