@@ -1,0 +1,192 @@
+// Kernels that each use one piece of farro/cuda/include, for test_headers.py.
+#include "output.cuh"
+#include "wgmma.cuh"
+
+using namespace farro;
+
+extern __shared__ u8 raw[];
+
+// Shared memory from a multiple of 1024 on, where the 128-byte swizzle begins.
+struct Aligned {
+  u32 base;
+  u8* memory;
+  __device__ Aligned() {
+    const u32 address = smem_address(raw);
+    base = (address + 1023) & ~1023u;
+    memory = raw + (base - address);
+  }
+};
+
+// ---- mbarrier: warp 0 hands rows of 32 numbers to warp 1 through a ring ----
+
+template <int STAGES>
+__global__ void __launch_bounds__(64) hand_over(const int* from, int* to, int rows) {
+  __shared__ int slots[STAGES][32];
+  __shared__ u64 full[STAGES], empty[STAGES];
+  const int lane = threadIdx.x % 32;
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < STAGES; ++i) {
+      mbarrier_init(smem_address(full + i), 32);
+      mbarrier_init(smem_address(empty + i), 32);
+    }
+    fence_mbarrier_init();
+  }
+  __syncthreads();
+  for (int row = 0; row < rows; ++row) {
+    const int stage = row % STAGES, turn = row / STAGES % 2;
+    if (threadIdx.x < 32) {
+      mbarrier_wait(smem_address(empty + stage), turn ^ 1);  // a fresh barrier's last phase is over
+      slots[stage][lane] = from[32 * row + lane];
+      mbarrier_arrive(smem_address(full + stage));
+    } else {
+      mbarrier_wait(smem_address(full + stage), turn);
+      to[32 * row + lane] = slots[stage][31 - lane];
+      mbarrier_arrive(smem_address(empty + stage));
+    }
+  }
+}
+
+// ---- TMA: one box, as it then lies in shared memory ----
+
+template <int ROWS>
+__global__ void __launch_bounds__(128)
+    load_box(const __grid_constant__ TensorMap map, u8* to, int x, int y) {
+  const Aligned shared;
+  const u32 barrier = shared.base + 128 * ROWS;
+  for (int i = threadIdx.x; i < 128 * ROWS; i += 128) shared.memory[i] = 0x5B;
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // these stores before TMA's
+  if (threadIdx.x == 0) {
+    prefetch_tensor_map(&map);
+    mbarrier_init(barrier, 1);
+    fence_mbarrier_init();
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    mbarrier_expect(barrier, 128 * ROWS);
+    tma_load(shared.base, &map, x, y, barrier);
+  }
+  mbarrier_wait(barrier, 0);
+  for (int i = threadIdx.x; i < 128 * ROWS; i += 128) to[i] = shared.memory[i];
+}
+
+// ---- cp.async: one piece a lane ----
+
+template <int BYTES>
+__global__ void __launch_bounds__(32) copy_small(const u8* from, u8* to, u32 valid) {
+  __shared__ alignas(16) u8 slots[32 * BYTES];
+  __shared__ u64 landed;
+  const int lane = threadIdx.x, mine = lane * BYTES;
+  for (int i = 0; i < BYTES; ++i) slots[mine + i] = 0x5B;
+  if (lane == 0) mbarrier_init(smem_address(&landed), 32);
+  __syncwarp();
+  const bool wanted = valid >> lane & 1;
+  cp_async<BYTES>(smem_address(slots + mine), from + (wanted ? mine : 0), wanted);
+  cp_async_arrive(smem_address(&landed));
+  mbarrier_wait(smem_address(&landed), 0);
+  const int other = (lane + 7) % 32 * BYTES;  // another lane's, so that the barrier counts
+  for (int i = 0; i < BYTES; ++i) to[other + i] = slots[other + i];
+  cp_async_wait_all();
+}
+
+// ---- wgmma: two waves of 64 rows of A (128 x 128) times B (N x 128), transposed ----
+
+template <int N, bool ACCUMULATE>
+__global__ void __launch_bounds__(128)
+    multiply(const __grid_constant__ TensorMap map_a, const __grid_constant__ TensorMap map_b,
+             int* to) {
+  const Aligned shared;
+  constexpr int a_bytes = 128 * 128, b_bytes = N * 128;
+  const u32 b_base = shared.base + a_bytes, barrier = b_base + b_bytes;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  if (threadIdx.x == 0) {
+    mbarrier_init(barrier, 1);
+    fence_mbarrier_init();
+    mbarrier_expect(barrier, a_bytes + b_bytes);
+    tma_load(shared.base, &map_a, 0, 0, barrier);
+    tma_load(b_base, &map_b, 0, 0, barrier);
+  }
+  __syncthreads();
+  mbarrier_wait(barrier, 0);
+  for (int wave = 0; wave < 2; ++wave) {
+    const int first = 64 * wave + 16 * warp + lane / 4;
+    auto place = [&](int i) {
+      return (first + (i & 2) * 4) * N + i / 4 * 8 + 2 * (lane % 4) + i % 2;
+    };
+    int d[N / 2];
+#pragma unroll
+    for (int i = 0; i < N / 2; ++i) d[i] = place(i);
+    const u64 a = wgmma_descriptor(shared.base + 64 * wave * 128), b = wgmma_descriptor(b_base);
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < 4; ++k)
+      WgmmaInt8<N>::run(d, a + 2 * k, b + 2 * k, ACCUMULATE || k > 0);
+    wgmma_commit();
+    wgmma_wait<0>();
+    wgmma_hold(d);
+#pragma unroll
+    for (int i = 0; i < N / 2; ++i) to[place(i)] = d[i];
+  }
+}
+
+// ---- Clusters: in each round every CTA sends every CTA 64 numbers ----
+
+template <int CLUSTER>
+__global__ void __launch_bounds__(64) exchange(u32* to, int rounds) {
+  __shared__ u32 slots[2][CLUSTER][64];
+  __shared__ u64 arrived[2];
+  const u32 rank = cluster_rank(), bytes = 4 * 64 * CLUSTER;
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < 2; ++i) mbarrier_init(smem_address(arrived + i), 1);
+    fence_mbarrier_init();
+    for (int i = 0; i < 2; ++i) mbarrier_expect(smem_address(arrived + i), bytes);
+  }
+  cluster_sync();
+  for (int round = 0; round < rounds; ++round) {
+    const u32 barrier = smem_address(arrived + round % 2);
+    const u32 mine = smem_address(&slots[round % 2][rank][threadIdx.x]);
+    for (u32 other = 0; other < CLUSTER; ++other)
+      store_remote(map_to_rank(mine, other), 1000000 * blockIdx.x + 1000 * round + threadIdx.x,
+                   map_to_rank(barrier, other));
+    mbarrier_wait_cluster(barrier, round / 2 % 2);
+    for (int from = 0; from < CLUSTER; ++from)
+      to[((blockIdx.x * rounds + round) * CLUSTER + from) * 64 + threadIdx.x] =
+          slots[round % 2][from][63 - threadIdx.x];
+    if (threadIdx.x == 0 && round + 2 < rounds) mbarrier_expect(barrier, bytes);
+  }
+  cluster_sync();
+}
+
+// ---- setmaxnreg: more live values than 168 registers hold ----
+
+__global__ void __launch_bounds__(384, 1) trade_registers(const int* from, int* to) {
+  constexpr int count = 192;
+  if (threadIdx.x < 128) {
+    give_registers<40>();
+    to[threadIdx.x] = from[threadIdx.x];
+  } else {
+    take_registers<232>();
+    const int thread = threadIdx.x - 128;
+    int x[count];
+#pragma unroll
+    for (int i = 0; i < count; ++i) x[i] = from[128 + i * 256 + thread];
+    wgmma_hold(x);
+#pragma unroll
+    for (int i = 0; i < count; ++i) to[128 + i * 256 + thread] = x[count - 1 - i];
+  }
+}
+
+// ---- Output types ----
+
+template <class Out>
+__global__ void convert_all(const float* from, Out* to, u32* pairs, int count) {
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i >= count) return;
+  to[i] = convert(from[i], Out{});
+  if constexpr (sizeof(Out) == 2)
+    if (i % 2 == 0) pairs[i / 2] = pack2(from[i], from[i + 1], Out{});
+}
+
+__global__ void read_bias(const void* bias, int kind, i64 stride, float* to, int count) {
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i < count) to[i] = load_bias(bias, static_cast<BiasKind>(kind), i * stride);
+}
