@@ -179,14 +179,14 @@ __global__ void __launch_bounds__(128 + 128 * kConsumers, 1)
   static_assert(S::a_bytes % 1024 == 0 && S::b_bytes % 1024 == 0, "whole atoms of the swizzle");
   static_assert(COLUMNS % 16 == 0, "16-byte copies of scales and stores of BF16 rows");
 
-  extern __shared__ u8 raw[];
-  const u32 raw_address = smem_address(raw), base = (raw_address + 1023) & ~1023u;
-  u8* shared = raw + (base - raw_address);
+  extern __shared__ __align__(1024) u8 shared[];  // the swizzle counts from multiples of 1024
+  const u32 base = smem_address(shared);
   const int groups = (p.k + GROUP - 1) / GROUP;
   const int blocks = GROUP > kDepth ? groups * kBlocks : (p.k + kDepth - 1) / kDepth;
   const int row_tiles = (p.m + ROWS - 1) / ROWS, column_tiles = (p.n + COLUMNS - 1) / COLUMNS;
   const int tiles = row_tiles * column_tiles;
-  const int warpgroup = threadIdx.x / 128, lane = threadIdx.x % 32;
+  // From one lane to all: the compiler then knows it for uniform, and descriptors with it
+  const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0), lane = threadIdx.x % 32;
 
   if (threadIdx.x == 0) {
     prefetch_tensor_map(&map_a);
@@ -243,6 +243,9 @@ __global__ void __launch_bounds__(128 + 128 * kConsumers, 1)
     take_registers<232>();
     const int consumer = warpgroup - 1, warp = threadIdx.x % 128 / 32;
     const int wave_row = consumer * 64 * WAVES, lane_row = wave_row + warp * 16 + lane / 4;
+    // Descriptors count in 16 bytes; a sum never leaves the field of the address
+    const u64 first_a = wgmma_descriptor(base + S::a + wave_row * kDepth);
+    const u64 first_b = wgmma_descriptor(base + S::b);
     Ring<STAGES> ring(0);
     Ring<kScaleStages> scale_ring(0);
     for (int t = blockIdx.x; t < tiles; t += gridDim.x) {
@@ -278,11 +281,9 @@ __global__ void __launch_bounds__(128 + 128 * kConsumers, 1)
           wgmma_fence();
 #pragma unroll
           for (int block = 0; block < kBlocks; ++block) {
-            const u64 a = wgmma_descriptor(base + S::a + here.stage * S::a_bytes +
-                                           (wave_row + 64 * w) * kDepth) +
+            const u64 a = first_a + here.stage * (S::a_bytes / 16) + w * (64 * kDepth / 16) +
                           2 * kSteps * inside;
-            const u64 b = wgmma_descriptor(base + S::b + here.stage * S::b_bytes) +
-                          2 * kSteps * inside;
+            const u64 b = first_b + here.stage * (S::b_bytes / 16) + 2 * kSteps * inside;
 #pragma unroll
             for (int k = 0; k < kSteps; ++k)
               WgmmaInt8<COLUMNS>::run(partial, a + 2 * k, b + 2 * k, block + k > 0);
