@@ -11,7 +11,7 @@ endif
 .PHONY: demo test test-gpu lint bench docs clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
-	@echo "Setting up $(VENV) with torch and the tools: some GB and some minutes, once."
+	@echo "Setting up $(VENV), once: 3 GB with torch's CPU build, more with its CUDA build"
 	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 10) and 'farro needs Python 3.10 or newer: make PYTHON=python3.11')"
 	$(PYTHON) -m venv $(VENV)
 	$(RUN) -m pip install -q --upgrade pip
@@ -20,6 +20,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	touch $@
 
 demo: $(READY)
+	@echo "Evaluating a language model: about three minutes on two CPU cores"
 	$(RUN) -m farro eval
 
 test: $(READY) lint
