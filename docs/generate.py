@@ -305,6 +305,8 @@ def performance_summary() -> str:
         if found:
             head = ["(M, N, K)", "G", "farro, us", "TOPS", "library BF16, us", "speed-up"]
             head += ["best INT8 peer with scales, us"]
+            if not any(row[-1] for row in found.values()):  # none is on a CPU
+                found, head = {key: row[:-1] for key, row in found.items()}, head[:-1]
             used = {id(sources[key]): sources[key] for key in found}
             lines += [*map(group_size.about, used.values()), ""]
             lines += [markdown(head, list(found.values()))]

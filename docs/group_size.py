@@ -213,8 +213,8 @@ def _draw_accuracy(axes: Any, evaluated: Sequence[dict[str, Any]]) -> None:
         if _group(row) is None and row["model"] != "loaded"
     }
     for index, kl in enumerate(sorted(filter(None, yardsticks))):
-        label = None if index else "the loaded dtype's own rounding"
-        axes.axhline(kl, color=FAINT, linestyle=":", label=label)
+        text = "" if index else "the loaded dtype's own rounding"
+        axes.axhline(kl, color=FAINT, linestyle=":", label=text)
     axes.set_xscale("log", base=2)
     axes.set_xticks(GROUP_SIZES, [str(g) for g in GROUP_SIZES])
     axes.set_ylim(bottom=0)
