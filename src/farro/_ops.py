@@ -74,3 +74,29 @@ def _refuse_backward(name: str) -> None:
     torch.library.register_autograd(
         f"{NAMESPACE}::{name}", backward, setup_context=setup_context, lib=LIBRARY
     )
+
+
+_PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
+
+
+def is_plain(*tensors: torch.Tensor | None) -> bool:
+    """Whether a call may go straight to its kernel, past the dispatcher: half of its host time.
+
+    Not while anything watches or rewrites calls (compiling, fake tensors, modes, transforms,
+    tracing), nor for subclasses and meta tensors, nor where autograd must learn of the call.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
+        return False
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return False
+    if torch._C._get_tracing_state() is not None:
+        return False
+    grad = torch.is_grad_enabled()
+    for tensor in tensors:
+        if tensor is None:
+            continue
+        if type(tensor) not in _PLAIN_TYPES or tensor.is_meta or (grad and tensor.requires_grad):
+            return False
+    return True

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..._ops import define, ops
+from ..._ops import define, is_plain, ops
 from ...arch import Arch
 from ...dispatch import Kernel, Operator, explained_by, remember, select
 from ...formats.int8_group import GROUP_SIZES
@@ -254,12 +254,13 @@ def int8_gemm(
         Nothing is written before all checks pass. -128 is a legal code. No backward.
     """
     check_arguments(a, b, scale_a, scale_b, group_size, output_dtype, bias, out, backend)
+    plain = is_plain(a, b, scale_a, scale_b, bias, out)
     if out is None:
-        result: torch.Tensor = ops.int8_gemm(
-            a, b, scale_a, scale_b, group_size, output_dtype, bias, backend
-        )
+        call = _implementation if plain else ops.int8_gemm
+        result: torch.Tensor = call(a, b, scale_a, scale_b, group_size, output_dtype, bias, backend)
         return result
-    ops.int8_gemm_out(a, b, scale_a, scale_b, group_size, bias, out, backend)
+    call_out = _out_implementation if plain else ops.int8_gemm_out
+    call_out(a, b, scale_a, scale_b, group_size, bias, out, backend)
     return out
 
 

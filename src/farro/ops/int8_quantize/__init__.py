@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..._ops import define, ops
+from ..._ops import define, is_plain, ops
 from ...arch import Arch
 from ...checks import (
     FLOATS,
@@ -151,7 +151,8 @@ def quantize_int8_groups(
         UnsupportedError: the asked back end cannot run here.
     """
     _check_arguments(x, group_size, backend)
-    result: tuple[torch.Tensor, torch.Tensor] = ops.int8_quantize(x, group_size, backend)
+    call = _implementation if is_plain(x) else ops.int8_quantize
+    result: tuple[torch.Tensor, torch.Tensor] = call(x, group_size, backend)
     return result
 
 
