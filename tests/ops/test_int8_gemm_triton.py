@@ -77,7 +77,7 @@ def test_every_configuration_is_legal_and_survives_a_table():
         assert triton.heuristic(problem) in wanted
         assert 10 < len(wanted) < 300
         assert all(Config.from_dict(c.as_dict()) == c for c in wanted)
-    assert {"pointers", "descriptors", "ring"} <= {c.family for c in wanted}
+    assert {"descriptors", "ring"} <= {c.family for c in wanted}
 
 
 def test_why_a_configuration_is_refused():

@@ -193,24 +193,40 @@ def config(problem: Problem) -> Config:
 
 
 def heuristic(m: int, n: int, k: int, group_size: int) -> Config:
-    if m <= 128:
-        tokens = next(t for t in (8, 16, 32, 64, 128) if m <= t)
-        if max(_DEPTH // group_size, 1) * tokens // 2 > 128:
-            tokens = 64
-        tiles = -(-n // 64) * -(-m // tokens)
-        cluster = 1
-        while cluster < 4 and tiles * cluster * 2 <= 2 * _SMS and k >= 2048 * cluster:
-            cluster *= 2
-        small = Config("small", tokens, 64, 4, cluster)
-        while not is_legal(small, group_size):  # a cluster's exchange of sums may not fit
-            small = replace(small, cluster=small.cluster // 2)
-        for stages in (12, 8, 6):
-            deeper = replace(small, stages=stages)
-            if shared_bytes(deeper, group_size) <= SHARED_LIMIT // 2 - 1024:  # two CTAs an SM
-                return deeper
-        return small
-    rows = 256 if -(-m // 256) * -(-n // 128) >= _SMS else 128
-    return Config("large", rows, 128, 4 if rows == 256 else 6)
+    """A legal configuration for any problem, where no table has one."""
+    rows = 256 if _tiles(m, n, 256, 128) >= _ONE_WAVE else 128
+    if m <= 128 or (m <= 512 and _tiles(m, n, rows, 128) < _ONE_WAVE):
+        return _small(m, n, group_size)
+    # the width that wastes least of the last wave; a tile's fixed cost is some 16 columns' worth
+    costs = {c: -(-_tiles(m, n, rows, c) // _SMS) * (c + 16) for c in (128, 112, 96)}
+    cheapest = min(costs, key=costs.__getitem__)
+    columns = cheapest if costs[cheapest] < 0.97 * costs[128] else 128
+    stages = next(
+        s for s in (7, 6, 5, 4, 3) if is_legal(Config("large", rows, columns, s), group_size)
+    )
+    return Config("large", rows, columns, stages)
+
+
+_ONE_WAVE = 100  # tiles that keep nearly all of _SMS multiprocessors busy
+
+
+def _tiles(m: int, n: int, rows: int, columns: int) -> int:
+    return -(-m // rows) * -(-n // columns)
+
+
+def _small(m: int, n: int, group_size: int) -> Config:
+    """The narrowest tile for the tokens, and as deep a ring as the CTAs on a multiprocessor allow."""
+    fits = [t for t in (8, 16, 32, 64) if is_legal(Config("small", t, 64, 4), group_size)]
+    tokens = next((t for t in fits if m <= t), fits[-1])
+    if tokens == 64 and _tiles(m, n, 64, 64) < _ONE_WAVE:
+        tokens = 32  # twice the CTAs: their second read of the weights comes from L2
+    resident = min(3, -(-_tiles(m, n, tokens, 64) // _SMS))
+    room = SHARED_LIMIT // resident - 1024  # the system takes 1 KiB of each CTA's
+    for stages in (12, 8, 6):
+        deep = Config("small", tokens, 64, stages)
+        if shared_bytes(deep, group_size) <= room:
+            return deep
+    return Config("small", tokens, 64, 4)
 
 
 class _Parameters(ctypes.Structure):

@@ -292,8 +292,28 @@ def candidates(problem: Problem) -> list[Config]:
         return c.warps == warps and c.block_k <= 256 and (area >= 8192 or m <= 512)
 
     found = [c for c in legal if plausible(c)]
+    if "wgmma" in problem.arch.features:
+        found = [c for c in found if _near_best_on_hopper(c, m)]
     usual = heuristic(problem)
     return found if usual in found else [*found, usual]
+
+
+def _near_best_on_hopper(c: Config, m: int) -> bool:
+    """Whether a candidate came within about 15 % of the best on the H200, for any problem measured.
+
+    Compiling is what tuning takes longest for; docs/performance-notes.md has the measurements.
+    """
+    if m <= 32:  # streaming: one depth a width of K keeps enough bytes in flight
+        depth = {128: 6, 256: 5, 512: 4}.get(c.block_k)
+        return c.family == "ring" or (c.block_m >= 32 and c.stages == depth)
+    if m <= 64:
+        return c.family == "ring" or (
+            c.block_m >= 32 and c.block_k <= 256 and c.stages <= (3 if c.block_m >= 64 else 4)
+        )
+    if m <= 512:
+        narrow = min(c.block_m, c.block_n) == 64 and max(c.block_m, c.block_n) <= 128
+        return c.family == "ring" or (c.family == "descriptors" and narrow and c.stages >= 3)
+    return c.family == "ring" or (c.family == "descriptors" and c.stages >= 3 and c.group_m == 8)
 
 
 def _wide_loads(problem: Problem) -> bool:
@@ -306,7 +326,7 @@ def _wide_loads(problem: Problem) -> bool:
 
 def heuristic(problem: Problem) -> Config:
     """A legal configuration for any problem, where no table has one."""
-    m, n, _ = sizes(problem)
+    m = sizes(problem)[0]
     group = group_of(problem)
     step = max(group, 128)
     last = Config("pointers", False, 32, 32, 128, 8, 4, 2)
@@ -314,12 +334,13 @@ def heuristic(problem: Problem) -> Config:
         tries = []
     elif m <= 64:
         narrow = min(64, max(16, 1 << (max(m, 1) - 1).bit_length()))
-        wide = 64 if n >= 64 * 96 else 16
-        warps = 4 if wide == 64 else 2
         tries = [
-            Config("pointers", True, wide, narrow, step, 8, warps, 4),
-            Config("pointers", True, wide, narrow, step, 8, warps, 2),
+            Config("pointers", True, 64, narrow, 128, 8, 4, 6 if narrow < 64 else 3),
+            Config("pointers", True, 64, narrow, step, 8, 4, 4),
+            Config("pointers", True, 64, narrow, step, 8, 4, 2),
         ]
+        if narrow == 64:
+            tries.insert(0, Config("descriptors", True, 64, 64, step, 8, 4, 2))
     else:
         stage = _ring_steps(group)
         tries = [
@@ -327,7 +348,9 @@ def heuristic(problem: Problem) -> Config:
             Config("pointers", False, 64, 64, step, 8, 4, 3),
             Config("pointers", False, 64, 64, 128, 8, 4, 2),
         ]
-        if m > 256 and group > 32:
+        if m <= 256:
+            tries.insert(0, Config("descriptors", True, 128, 64, step, 8, 4, 4))
+        elif group > 32:
             depth = 4 if stage[0] == 128 else 8
             tries.insert(0, Config("ring", False, 256, 128, stage[0], 8, 8, depth))
             tries.insert(1, Config("ring", False, 256, 128, stage[0], 8, 8, depth * 3 // 4))
