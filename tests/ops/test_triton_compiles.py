@@ -65,7 +65,11 @@ def test_awkward_gemm(arch):
 def test_families_use_what_they_promise(family):
     """On SM90: no spills among samples of a family, wgmma where tiles allow it, TMA where asked."""
     tensors, problem = gemm_problem(1024, 4096, 4096, 128, "sm_90")
-    found = [c for c in gemm.candidates(problem) if c.family == family and c.group_m == 8]
+    pool = gemm.candidates(problem)
+    if family == "pointers":  # never near the best on this architecture, but legal
+        pool = [c for c in gemm.configs(problem) if c.tile in ((128, 128), (128, 64))]
+        pool = [c for c in pool if (c.swap, c.warps, c.block_k) == (False, 8, 128)]
+    found = [c for c in pool if c.family == family and c.group_m == 8]
     if family == "specialized" and not triton_configs.triton_specializes():
         assert found == []
         return

@@ -215,7 +215,7 @@ def _tiles(m: int, n: int, rows: int, columns: int) -> int:
 
 
 def _small(m: int, n: int, group_size: int) -> Config:
-    """The narrowest tile for the tokens, and as deep a ring as the CTAs on a multiprocessor allow."""
+    """The narrowest tile for the tokens, its ring as deep as the CTAs of a multiprocessor allow."""
     fits = [t for t in (8, 16, 32, 64) if is_legal(Config("small", t, 64, 4), group_size)]
     tokens = next((t for t in fits if m <= t), fits[-1])
     if tokens == 64 and _tiles(m, n, 64, 64) < _ONE_WAVE:

@@ -339,7 +339,7 @@ def heuristic(problem: Problem) -> Config:
             Config("pointers", True, 64, narrow, step, 8, 4, 4),
             Config("pointers", True, 64, narrow, step, 8, 4, 2),
         ]
-        if narrow == 64:
+        if narrow == 64 and "wgmma" in problem.arch.features:  # elsewhere it spills
             tries.insert(0, Config("descriptors", True, 64, 64, step, 8, 4, 2))
     else:
         stage = _ring_steps(group)
