@@ -7,6 +7,7 @@ that every operand comes from memory, as weights do in a model of many layers.
 from __future__ import annotations
 
 import ctypes
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -17,6 +18,11 @@ from typing import Any
 import torch
 
 _FLUSH_BYTES = 1 << 28  # well over any GPU's L2, and what triton.testing.do_bench flushes with
+_CYCLES_PER_US = 2000  # of a GPU's clock at its fastest
+_LEAD_US = 32.0  # the first lead that the host is given over the device
+_LONGEST_LEAD_US = 4096.0
+_IDLE_S = 0.05  # after as long without runs a device may have lowered its clocks
+_WAKE_S = 0.05  # and is kept busy this long before it is timed
 
 
 @dataclass(frozen=True)
@@ -47,35 +53,68 @@ class GpuTimer:
         self._flush = torch.empty(
             _FLUSH_BYTES // 4 if cold else 1, dtype=torch.int32, device=device
         )
+        self._events: list[tuple[Any, Any]] = []  # made once: making one can take as long as a run
+        self._lead_us = 0.0
+        self._last = -math.inf
         self._flush_us = 0.0
         self._flush_us = median(self._run(lambda: None, 10, whole=True))
 
     def samples(self, call: Callable[[], Any], budget: Budget | None = None) -> list[float]:
         """Microseconds of single runs, after a warm-up."""
         budget = budget or self.default
+        self._lead_us = 0.0  # another call, another host time
+        self._wake(call)
         once = median(self._run(call, 4)[1:])
-        runs = int(budget.ms * 1e3 / (once + self._flush_us + 5.0))
+        runs = int(budget.ms * 1e3 / (once + self._flush_us + self._lead_us + 5.0))
         return self._run(call, max(budget.least, min(budget.most, runs)))
+
+    def _wake(self, call: Callable[[], Any]) -> None:
+        """Bring up the clocks of a device that idled, as it does while the host compiles."""
+        began = time.monotonic()
+        if began - self._last < _IDLE_S:
+            return
+        while time.monotonic() - began < _WAKE_S:
+            self._run(call, 4)
 
     def few(self, call: Callable[[], Any], runs: int) -> list[float]:
         """Microseconds of `runs` runs, without a warm-up."""
+        self._lead_us = 0.0
         return self._run(call, runs)
 
     def _run(self, call: Callable[[], Any], runs: int, whole: bool = False) -> list[float]:
-        """Device events around each run; `whole` times the flush with it."""
+        """Device events around each run; `whole` times the flush with it.
+
+        Where the device is at a run's start before the host has enqueued all of the run, it waits
+        for the host between the events, and these tell the host's time. Such a run is repeated
+        behind a longer spin, which holds the device back while the host gets ahead.
+        """
         event: Any = torch.cuda.Event
-        starts = [event(enable_timing=True) for _ in range(runs)]
-        stops = [event(enable_timing=True) for _ in range(runs)]
-        for start, stop in zip(starts, stops):
-            if whole:
-                start.record()
-            self._flush.zero_()
-            if not whole:
-                start.record()
-            call()
-            stop.record()
+        while len(self._events) < runs:
+            self._events.append((event(enable_timing=True), event(enable_timing=True)))
+        pairs = self._events[:runs]
+        for pair in pairs:
+            while self._late(call, *pair, whole):
+                # a call that waits for the device itself is late behind any spin
+                if self._lead_us >= _LONGEST_LEAD_US:
+                    break
+                self._lead_us = max(_LEAD_US, 2 * self._lead_us)
         torch.cuda.synchronize(self.device)
-        return [start.elapsed_time(stop) * 1e3 for start, stop in zip(starts, stops)]
+        self._last = time.monotonic()
+        return [start.elapsed_time(stop) * 1e3 for start, stop in pairs]
+
+    def _late(self, call: Callable[[], Any], start: Any, stop: Any, whole: bool) -> bool:
+        """Enqueue one run; whether the host was too late for its time to be the device's."""
+        if self._lead_us:
+            spin: Any = torch.cuda._sleep
+            spin(int(self._lead_us * _CYCLES_PER_US))
+        if whole:
+            start.record()
+        self._flush.zero_()
+        if not whole:
+            start.record()
+        call()
+        stop.record()
+        return not whole and bool(start.query())
 
     def graph_us(self, call: Callable[[], Any], budget: Budget = QUICK) -> float | str:
         """Median of replays of a CUDA graph of one call, or why it cannot be captured."""
