@@ -58,6 +58,9 @@ def test_an_unknown_launcher_leaves_the_front_door():
     assert triton_launch._direct(Recorder(lambda: None, True), (1, 1, 1)) is None
     assert triton_launch._direct(Recorder(len, True, scratch=8), (1, 1, 1)) is None
     assert triton_launch._direct(object(), (1, 1, 1)) is None
+    sanitized = Recorder(len, True)
+    sanitized.run.gsan_enabled = True
+    assert triton_launch._direct(sanitized, (1, 1, 1)) is None
 
 
 def test_addresses_and_encoded_descriptors(monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import importlib.util
@@ -285,9 +286,10 @@ def remember(plans: dict[Any, Any], key: Any, value: Any, limit: int = 4096) -> 
 
 
 def insert(plans: dict[Any, Any], key: Any, value: Any, limit: int) -> None:
-    """Add to a dict of at most `limit` entries; the oldest leaves."""
+    """Add to a dict of at most `limit` entries; the oldest leaves. Threads may share the dict."""
     if len(plans) >= limit:
-        plans.pop(next(iter(plans), None), None)
+        with contextlib.suppress(RuntimeError):  # another thread has just added or dropped one
+            plans.pop(next(iter(plans), None), None)
     plans[key] = value
 
 

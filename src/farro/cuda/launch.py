@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import threading
 from typing import Any
 
 import torch
@@ -16,6 +17,24 @@ import torch
 from ..dispatch import insert
 from ..streams import current_stream
 from . import jit
+
+NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
+_LOADING = threading.Lock()
+
+
+def make_current(device: int) -> None:
+    """Give a thread that has not used CUDA yet the context that torch's calls use.
+
+    The runtime's calls do so by themselves, the driver's do not, and memory that torch's allocator
+    had cached comes without either.
+    """
+    from cuda.bindings import driver
+
+    error, context = driver.cuCtxGetCurrent()
+    if int(error) == 0 and int(context) == 0:
+        error, context = driver.cuDevicePrimaryCtxRetain(driver.CUdevice(device))
+        if int(error) == 0:
+            driver.cuCtxSetCurrent(context)
 
 
 class Launch:
@@ -79,6 +98,9 @@ class Launch:
             config = self._config(stream)
             insert(self._configs, stream, config, limit=16)
         (error,) = self._launch(config, self._function, self._table_address, 0)
+        if int(error) == NO_CONTEXT:
+            make_current(self._device)
+            (error,) = self._launch(config, self._function, self._table_address, 0)
         if int(error) != 0:
             raise RuntimeError(f"cuLaunchKernelEx: {error} for grid and threads {self._shape}")
 
@@ -88,7 +110,10 @@ def kernel_function(source: str, name: str, arch: str, device: int, shared_bytes
     """The compiled kernel, allowed `shared_bytes` of dynamic shared memory on `device`."""
     from cuda.bindings import driver
 
-    function = driver.CUfunction(int(jit.load(source, name, arch).handle))
+    make_current(device)
+    with _LOADING:  # a kernel loaded twice is unloaded once, under the launches that hold it
+        loaded = jit.load(source, name, arch)
+    function = driver.CUfunction(int(loaded.handle))
     kernel = driver.CUkernel(int(function))
     attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
     (error,) = driver.cuKernelSetAttribute(attribute, shared_bytes, kernel, driver.CUdevice(device))

@@ -5,6 +5,10 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import torch
+
+from .launch import NO_CONTEXT, make_current
+
 
 @functools.lru_cache(maxsize=4096)
 def encode(
@@ -17,7 +21,7 @@ def encode(
     """
     from cuda.bindings import driver
 
-    error, descriptor = driver.cuTensorMapEncodeTiled(
+    what = (
         driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_UINT8,
         2,
         address,
@@ -30,6 +34,10 @@ def encode(
         driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
         driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
     )
+    error, descriptor = driver.cuTensorMapEncodeTiled(*what)
+    if int(error) == NO_CONTEXT:
+        make_current(torch.cuda.current_device())
+        error, descriptor = driver.cuTensorMapEncodeTiled(*what)
     if int(error) != 0:
         raise RuntimeError(
             f"cuTensorMapEncodeTiled: {error} for {rows} x {columns} bytes, rows {row_bytes} bytes "

@@ -1,0 +1,106 @@
+"""Threads that launch: a context where there is none, one load of each kernel. Needs no GPU."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+import types
+
+import pytest
+import torch
+
+pytest.importorskip("cuda.core", reason="needs cuda-core: pip install 'farro[cuda]'")
+from cuda.bindings import driver
+
+from farro.cuda import jit, launch, tensor_map
+from farro.dispatch import insert
+
+INVALID_CONTEXT = driver.CUresult.CUDA_ERROR_INVALID_CONTEXT
+SUCCESS = driver.CUresult.CUDA_SUCCESS
+
+
+@pytest.fixture
+def bound(monkeypatch):
+    """The driver of a thread without a context; gives the contexts that were made current."""
+    contexts = []
+
+    def retain(device):
+        return SUCCESS, driver.CUcontext(7000 + int(device))
+
+    def set_current(context):
+        contexts.append(int(context))
+        return (SUCCESS,)
+
+    current = lambda: (SUCCESS, driver.CUcontext(contexts[-1] if contexts else 0))  # noqa: E731
+    monkeypatch.setattr(driver, "cuCtxGetCurrent", current)
+    monkeypatch.setattr(driver, "cuDevicePrimaryCtxRetain", retain)
+    monkeypatch.setattr(driver, "cuCtxSetCurrent", set_current)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(launch, "current_stream", lambda device: 0)
+    return contexts
+
+
+def test_a_thread_without_a_context_is_given_its_devices(bound, monkeypatch):
+    launched = []
+
+    def refuse_without(config, function, parameters, extra):
+        launched.append(bool(bound))
+        return (SUCCESS if bound else INVALID_CONTEXT,)
+
+    monkeypatch.setattr(driver, "cuLaunchKernelEx", refuse_without)
+    ready = launch.Launch(3, driver.CUfunction(1), (1, 1, 1), 32, 0, 1, ())
+    ready.on_current_stream()
+    ready.on_current_stream()
+    assert launched == [False, True, True] and bound == [7003]
+
+
+def test_a_context_that_is_current_stays(bound):
+    bound.append(42)
+    launch.make_current(3)
+    assert bound == [42]
+
+
+def test_descriptors_in_a_thread_without_a_context(bound, monkeypatch):
+    monkeypatch.setattr(
+        *(driver, "cuTensorMapEncodeTiled"),
+        lambda *what: (SUCCESS if bound else INVALID_CONTEXT, "descriptor"),
+    )
+    assert tensor_map.encode.__wrapped__(4096, 3, 64, 64, 64, 128) == "descriptor"
+    assert bound == [7003]
+
+
+def test_threads_load_a_kernel_once(bound, monkeypatch):
+    """cuda.core unloads the one of two that nobody keeps, and launches would hold its handle."""
+    loads = []
+
+    @functools.cache
+    def load(source, name, arch):
+        loads.append(name)
+        time.sleep(0.05)
+        return types.SimpleNamespace(handle=len(loads))
+
+    monkeypatch.setattr(jit, "load", load)
+    monkeypatch.setattr(driver, "cuKernelSetAttribute", lambda *what: (SUCCESS,))
+    found = []
+
+    def look():
+        found.append(int(launch.kernel_function.__wrapped__("source", "name", "sm_90a", 3, 1)))
+
+    threads = [threading.Thread(target=look) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert loads == ["name"] and found == [1] * 4
+
+
+def test_a_full_dict_that_another_thread_changes_takes_the_entry_all_the_same():
+    class Changing(dict):
+        def __iter__(self):
+            yield from ()
+            raise RuntimeError("dictionary changed size during iteration")
+
+    plans = Changing({i: i for i in range(4)})
+    insert(plans, "new", "value", 4)
+    assert plans["new"] == "value"
