@@ -76,7 +76,8 @@ __device__ __forceinline__ void prefetch_tensor_map(const TensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
-// One 2-D box at (x, y) (x along the contiguous dimension) to shared memory; outside is zero.
+// One 2-D box at (x, y) (x along the contiguous dimension) to shared memory; outside is zero. x is
+// a multiple of 16 bytes: from others the copy engine stops with an illegal instruction.
 __device__ __forceinline__ void tma_load(u32 smem, const TensorMap* map, int x, int y,
                                          u32 barrier) {
   asm volatile(

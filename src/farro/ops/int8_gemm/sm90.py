@@ -220,7 +220,7 @@ def _small(m: int, n: int, group_size: int) -> Config:
     tokens = next((t for t in fits if m <= t), fits[-1])
     if tokens == 64 and _tiles(m, n, 64, 64) < _ONE_WAVE:
         tokens = 32  # twice the CTAs: their second read of the weights comes from L2
-    resident = min(3, -(-_tiles(m, n, tokens, 64) // _SMS))
+    resident = max(1, min(3, -(-_tiles(m, n, tokens, 64) // _SMS)))
     room = SHARED_LIMIT // resident - 1024  # the system takes 1 KiB of each CTA's
     for stages in (12, 8, 6):
         deep = Config("small", tokens, 64, stages)
