@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from .cuda.jit import cache_directory
 from .dispatch import forget
 
 _OPS = Path(__file__).parent / "ops"
@@ -25,8 +26,7 @@ def user_directory() -> Path:
     given = os.environ.get("FARRO_TUNED_DIR")
     if given:
         return Path(given)
-    cache = os.environ.get("FARRO_CACHE_DIR") or Path.home() / ".cache" / "farro"
-    return Path(cache) / "tuned"
+    return cache_directory() / "tuned"
 
 
 def shipped_path(operator: str, device: str) -> Path:

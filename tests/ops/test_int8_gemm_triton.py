@@ -113,6 +113,18 @@ def test_packed_weights_are_refused():
     assert "group-packed" in triton.why_not(problem_of(16, 64, 512, 256, b=packed))
 
 
+@pytest.mark.parametrize("where", range(3))
+def test_dimensions_whose_last_tile_would_pass_int32_are_refused(where):
+    """tl.cdiv adds a tile to a dimension before it divides: near 2^31 that wraps."""
+    longest = [16, 16, 16]
+    longest[where] = 2**31 - 2**10
+    problem = problem_of(*longest, 64)
+    assert triton.why_not(problem) is None and triton.must_run(problem)
+    longest[where] += 16
+    problem = problem_of(*longest, 64)
+    assert "a dimension is longer" in triton.why_not(problem) and not triton.must_run(problem)
+
+
 def test_the_tuned_table_is_asked_first(monkeypatch, tmp_path):
     monkeypatch.setenv("FARRO_TUNED_DIR", str(tmp_path))
     best = Config("pointers", False, 64, 64, 256, 8, 4, 3)

@@ -29,7 +29,12 @@ _OPTIONS = {"std": "c++20", "device_as_default_execution_space": True, "no_sourc
 
 def cache_directory() -> Path:
     given = os.environ.get("FARRO_CACHE_DIR")
-    return Path(given) if given else Path.home() / ".cache" / "farro"
+    if given:
+        return Path(given)
+    try:
+        return Path.home() / ".cache" / "farro"
+    except RuntimeError:  # no HOME and a user without a name, as in containers: nothing is kept
+        return Path(os.devnull) / "farro"
 
 
 def source_text(source: str) -> str:
@@ -109,18 +114,20 @@ def _read(path: Path) -> tuple[bytes, str] | None:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[bool]:
-    """Hold the key's lock; yields False where the directory cannot be written or locked."""
+    """Hold the key's lock, where files can be locked; yields whether the directory is writable."""
     with contextlib.ExitStack() as stack:
         try:
-            import fcntl
-
             path.parent.mkdir(parents=True, exist_ok=True)
             file = stack.enter_context(open(path, "a"))
-            fcntl.flock(file, fcntl.LOCK_EX)
-            held = True
-        except (ImportError, OSError):
-            held = False
-        yield held
+            writable = True
+        except OSError:
+            writable = False
+        if writable:
+            with contextlib.suppress(ImportError, OSError):  # some NFS: compiled twice at worst
+                import fcntl
+
+                fcntl.flock(file, fcntl.LOCK_EX)
+        yield writable
 
 
 def cubin(source: str, name: str, arch: str) -> tuple[bytes, str]:

@@ -35,20 +35,26 @@ __all__ = [
     "config",
     "configs",
     "heuristic",
+    "must_run",
     "refuses",
     "run",
     "why_not",
 ]
-_INT32 = 0x7FFFFFFF
+_LONGEST = 2**31 - 2**10  # an index rounded up to whole tiles or loop steps stays an int32
 
 
 def why_not(problem: Problem) -> str | None:
     """Why these kernels cannot run the problem, or None."""
     if len(problem.spec("b").shape) == 3:
         return "b is group-packed for the CPU; pass the logical [K, N] weight"
-    if max(sizes(problem)) > _INT32:
-        return f"a dimension is longer than {_INT32}"
+    if max(sizes(problem)) > _LONGEST:
+        return f"a dimension is longer than {_LONGEST}"
     return None
+
+
+def must_run(problem: Problem) -> bool:
+    """Any strides, alignment, M, N, K, group, bias and out."""
+    return len(problem.spec("b").shape) == 2 and max(sizes(problem)) <= _LONGEST
 
 
 def config(problem: Problem) -> Config:
