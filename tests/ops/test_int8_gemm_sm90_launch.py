@@ -161,28 +161,33 @@ def test_large_strides_reach_the_kernel_whole(driver):
 
 def test_a_launch_for_each_set_of_addresses(driver, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device", lambda device: torch.no_grad())
+    monkeypatch.setattr(sm90, "_LAUNCHES", {})
+    monkeypatch.setattr(sm90, "_LAUNCH_LIMIT", 100)
     a, b = matrix(4, 64, (64, 1), 0, torch.int8), matrix(8, 64, (64, 1), 0, torch.int8).T
     scale_a, scale_b = matrix(4, 1, (1, 1), 0), matrix(1, 8, (8, 1), 0)
-    outs = torch.empty(4200, 4, 8)
+    outs = torch.empty(120, 4, 8)
     bound = sm90.bind(SMALL)
     for out in outs:
         for _ in range(2):
             bound(a, b, scale_a, scale_b, None, out, 256)
-        newest = next(reversed(bound.launches.values()))
+        newest = next(reversed(sm90._LAUNCHES.values()))
         assert newest.fired == 2 and newest.parameters[-1].out == out.data_ptr()
-    assert len(bound.launches) == 4096  # bounded: the oldest left
+    assert len(sm90._LAUNCHES) == 100  # bounded: the oldest left
     bound(a, b, scale_a, scale_b, None, outs[0], 256)
-    newest = next(reversed(bound.launches.values()))
+    newest = next(reversed(sm90._LAUNCHES.values()))
     assert newest.fired == 1 and newest.parameters[-1].out == outs[0].data_ptr()
-    assert len(bound.launches) == 4096
+    assert len(sm90._LAUNCHES) == 100
+    # another problem with the same addresses has a launch of its own, within the same bound
+    sm90.bind(LARGE)(a, b, scale_a, scale_b, None, outs[0], 256)
+    assert next(reversed(sm90._LAUNCHES.values())).fired == 1 and len(sm90._LAUNCHES) == 100
     # every operand counts
     others = [t.clone() for t in (a, scale_a, scale_b)]
-    before = set(bound.launches)
+    before = set(sm90._LAUNCHES)
     bound(others[0], b, scale_a, scale_b, None, outs[-1], 256)
     bound(a, b, others[1], scale_b, None, outs[-1], 256)
     bound(a, b, scale_a, others[2], None, outs[-1], 256)
     bound(a, b, scale_a, scale_b, torch.zeros(8), outs[-1], 256)
-    assert len(set(bound.launches) - before) == 4
+    assert len(set(sm90._LAUNCHES) - before) == 4
 
 
 def test_nothing_to_sum_needs_no_kernel():
@@ -202,6 +207,7 @@ def test_nothing_to_sum_needs_no_kernel():
 
 def test_nothing_to_write_needs_no_kernel():
     bound = sm90.bind(SMALL)
+    before = dict(sm90._LAUNCHES)
     a, b = torch.empty(0, 64, dtype=torch.int8), torch.empty(64, 5, dtype=torch.int8)
     bound(a, b, torch.empty(0, 1), torch.empty(1, 5), None, torch.empty(0, 5), 256)
-    assert not bound.launches
+    assert sm90._LAUNCHES == before

@@ -6,6 +6,7 @@ The kernels are sm90_large.cu (many rows) and sm90_small.cu (few); docs/int8-sm9
 from __future__ import annotations
 
 import ctypes
+import itertools
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -274,12 +275,19 @@ def _grid(config: Config, m: int, n: int, sms: int) -> tuple[int, int, int]:
     return min(sms, -(-m // config.rows) * -(-n // config.columns)), 1, 1
 
 
+# Prepared launches of all problems, 2.4 KB each: bounded together, since a model has hundreds of
+# weights and a server sees any number of rows
+_LAUNCHES: dict[Any, Launch] = {}
+_LAUNCH_LIMIT = 16384
+_next_problem = itertools.count()
+
+
 class _Bound:
     """run() for calls alike in all but addresses: a launch is prepared once for each of these."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        self.launches: dict[Any, Launch] = {}
+        self.problem = next(_next_problem)
 
     def __call__(
         self,
@@ -293,9 +301,9 @@ class _Bound:
     ) -> None:
         key = (
             *(a.data_ptr(), b.data_ptr(), scale_a.data_ptr(), scale_b.data_ptr(), out.data_ptr()),
-            *(bias if bias is None else bias.data_ptr(), a.get_device()),
+            *(bias if bias is None else bias.data_ptr(), a.get_device(), self.problem),
         )
-        launch = self.launches.get(key)
+        launch = _LAUNCHES.get(key)
         if launch is None:
             if a.shape[1] == 0:  # nothing to sum, and no TMA descriptor of nothing
                 # a sum over nothing is +0, and +0 + -0 is +0
@@ -305,7 +313,7 @@ class _Bound:
                 return
             with torch.cuda.device(a.device):
                 launch = _prepare(self.config, a, b, scale_a, scale_b, bias, out, group_size)
-            insert(self.launches, key, launch, limit=4096)
+            insert(_LAUNCHES, key, launch, _LAUNCH_LIMIT)
         launch.on_current_stream()
 
 
