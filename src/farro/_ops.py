@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 NAMESPACE = "farro"
 LIBRARY: Any = torch.library.Library(NAMESPACE, "DEF")  # type: ignore[no-untyped-call]
@@ -83,9 +84,12 @@ def is_plain(*tensors: torch.Tensor | None) -> bool:
     """Whether a call may go straight to its kernel, past the dispatcher: half of its host time.
 
     Not while anything watches or rewrites calls (compiling, fake tensors, modes, transforms,
-    tracing), nor for subclasses and meta tensors, nor where autograd must learn of the call.
+    tracing, profiling), nor for subclasses, meta tensors and lazy negations, whose memory holds
+    other values, nor where autograd, backward or forward, must learn of the call.
     """
     if torch.compiler.is_compiling():
+        return False
+    if torch._C._autograd._profiler_enabled() or forward_ad._current_level >= 0:
         return False
     if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
         return False
@@ -97,6 +101,8 @@ def is_plain(*tensors: torch.Tensor | None) -> bool:
     for tensor in tensors:
         if tensor is None:
             continue
-        if type(tensor) not in _PLAIN_TYPES or tensor.is_meta or (grad and tensor.requires_grad):
+        if type(tensor) not in _PLAIN_TYPES or tensor.is_meta or tensor.is_neg():
+            return False
+        if grad and tensor.requires_grad:
             return False
     return True

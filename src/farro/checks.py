@@ -22,6 +22,14 @@ def check_backend(function: str, backend: Any) -> None:
         raise ValueError(f"{function}: backend is {backend!r}; needed one of {', '.join(BACKENDS)}")
 
 
+def check_size(function: str, name: str, size: Any) -> None:
+    """A number of elements: an int (a symbolic one too), 0 or more."""
+    if isinstance(size, bool) or not isinstance(size, (int, torch.SymInt)):
+        raise TypeError(f"{function}: {name} must be an int, got {type(size).__name__}")
+    if size < 0:
+        raise ValueError(f"{function}: {name} is {size}; needed 0 or more")
+
+
 def check_tensors(function: str, **tensors: Any) -> None:
     """Each argument is a tensor (None is an absent one and passes)."""
     for name, tensor in tensors.items():
@@ -89,6 +97,32 @@ def check_output_layout(function: str, name: str, tensor: torch.Tensor) -> None:
                 f"{list(tensor.shape)}, so its elements overlap; needed one address an element"
             )
         reach += stride * (size - 1)
+
+
+def check_no_overlap(
+    function: str, name: str, out: torch.Tensor, **inputs: torch.Tensor | None
+) -> None:
+    """No input lies in the memory of `out`, which is written while they are still read.
+
+    As torch's own out= does, it judges dense tensors alone. For calls, not for plans: it reads
+    addresses, and fake tensors have none.
+    """
+    start = out.data_ptr()
+    stop = start + out.nbytes
+    for other, tensor in inputs.items():
+        if tensor is None:
+            continue
+        first = tensor.data_ptr()
+        meet = first < stop and start < first + tensor.nbytes
+        if meet and _is_dense(out) and _is_dense(tensor):
+            raise ValueError(
+                f"{function}: {name} shares memory with {other}, which would be overwritten while "
+                f"it is read; needed memory of its own: pass {other}.clone()"
+            )
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    return tensor.is_contiguous() or tensor.transpose(0, -1).is_contiguous()
 
 
 def check_devices(function: str, **tensors: torch.Tensor | None) -> None:

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import importlib
 import importlib.util
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -257,7 +257,7 @@ def explain(
     `arch` ("cpu", "sm_90", ... or an Arch) pretends another device; meta tensors are accepted.
     Bad arguments raise what the call would raise. Nothing is printed and nothing computed.
     """
-    if function not in _DESCRIBERS:
+    if not isinstance(function, Hashable) or function not in _DESCRIBERS:
         known = ", ".join(sorted(f.__name__ for f in _DESCRIBERS))
         raise ValueError(f"explain: {function!r} is not an operator of farro; known: {known}")
     pretended = arch if arch is None or isinstance(arch, Arch) else arch_named(arch)

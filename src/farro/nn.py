@@ -7,7 +7,15 @@ from typing import Any
 
 import torch
 
-from .checks import FLOATS, check_backend, check_dtype, check_required, check_shape
+from .checks import (
+    FLOATS,
+    check_backend,
+    check_devices,
+    check_dtype,
+    check_required,
+    check_shape,
+    check_size,
+)
 from .formats.int8_group import check_group_size, group_count, pack_groups, unpack_groups
 from .ops.int8_gemm import int8_gemm
 from .ops.int8_quantize import dequantize_int8_groups, quantize_int8_groups
@@ -64,6 +72,8 @@ class Int8Linear(torch.nn.Module):
         super().__init__()
         check_group_size("Int8Linear", group_size)
         check_backend("Int8Linear", backend)
+        check_size("Int8Linear", "in_features", in_features)
+        check_size("Int8Linear", "out_features", out_features)
         self.in_features = in_features
         self.out_features = out_features
         self.group_size = group_size
@@ -100,11 +110,16 @@ class Int8Linear(torch.nn.Module):
         check_dtype("Int8Linear", "weight", weight, FLOATS)
         n, k = weight.shape
         module = cls(k, n, bias is not None, group_size, backend=backend, device="meta")
-        codes, scale = quantize_int8_groups(weight.detach(), group_size)
+        weight = weight.detach()
+        if 0 in weight.stride():  # an expanded weight is legal for a linear layer
+            weight = weight.contiguous()
+        codes, scale = quantize_int8_groups(weight, group_size)
         if not scale.is_meta and not bool(torch.isfinite(scale).all()):
             raise ValueError("Int8Linear: the weight holds NaN or Inf; INT8 has no code for them")
         if bias is not None:
+            check_required("Int8Linear", bias=bias)
             check_dtype("Int8Linear", "bias", bias, DTYPES)
+            check_devices("Int8Linear", weight=weight, bias=bias)
             check_shape("Int8Linear", "bias", bias, (n,), "[N]")
             module.bias = bias.detach().clone()
         module._codes, module._scale = codes, scale.T.contiguous()
@@ -139,6 +154,7 @@ class Int8Linear(torch.nn.Module):
         return self._scale.T
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        check_required("Int8Linear", x=x)
         if x.dim() == 0 or x.shape[-1] != self.in_features:
             raise ValueError(
                 f"Int8Linear: x has shape {list(x.shape)}; needed [..., {self.in_features}]"

@@ -183,9 +183,15 @@ def quantize_(
 def _check_arguments(model: Any, scheme: Any, skip: Any, backend: Any) -> tuple[str, ...]:
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"quantize_: model must be a torch.nn.Module, got {type(model).__name__}")
+    if not isinstance(scheme, str):
+        raise TypeError(f"quantize_: scheme must be a str, got {type(scheme).__name__}")
     if scheme not in SCHEMES:
         raise ValueError(f"quantize_: scheme is {scheme!r}; needed one of {', '.join(SCHEMES)}")
     check_backend("quantize_", backend)
+    if not isinstance(skip, Iterable):
+        raise TypeError(
+            f"quantize_: skip must be str patterns, got {type(skip).__name__}; pass () for none"
+        )
     patterns = (skip,) if isinstance(skip, str) else tuple(skip)
     for pattern in patterns:
         if not isinstance(pattern, str):
@@ -280,6 +286,12 @@ def _why_not(site: _Site) -> str | None:
         if isinstance(tensor, torch.Tensor) and tensor.dtype not in DTYPES:
             given = str(tensor.dtype).removeprefix("torch.")
             return f"its {name} has dtype {given}; needed bfloat16, float16 or float32"
+    if isinstance(module.bias, torch.Tensor):
+        n = site.matrix().shape[0]
+        if tuple(module.bias.shape) != (n,):
+            return f"its bias has shape {list(module.bias.shape)}; needed [{n}]"
+        if module.bias.device != site.weight.device:
+            return f"its bias is on {module.bias.device} and its weight on {site.weight.device}"
     return None
 
 

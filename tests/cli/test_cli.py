@@ -157,6 +157,7 @@ class TestExplain:
             (("int8_gemm", "--m", "-1", "--n", "8", "--k", "8"), ["'--m'", "0"]),
             (("int8_gemm", "--m", "8", "--n", "-8", "--k", "8"), ["'--n'", "0"]),
             (("int8_gemm", "--m", "8", "--n", "8", "--k", "-8"), ["'--k'", "0"]),
+            (("int8_gemm", "--m", str(1 << 40), "--n", "8", "--k", "8"), ["'--m'", str(1 << 30)]),
             (("int8_gemm", "--m", "eight", "--n", "8", "--k", "8"), ["'--m'", "integer"]),
             (("int8_gemm", "--m", "8", "--n", "8"), ["--k"]),
             (("int8_gemm", "--m", "8", "--k", "8"), ["int8_gemm needs --n"]),
@@ -257,6 +258,21 @@ class TestVerify:
     )
     def test_wrong_usage_is_one_line(self, arguments, parts):
         assert_one_line(run("verify", *arguments), "farro verify: ", *parts)
+
+
+class TestBench:
+    @pytest.mark.parametrize(
+        ("arguments", "parts"),
+        [
+            (("--device", "tpu"), ["--device is 'tpu'", "cuda:N"]),
+            (("--device", "meta"), ["--device is 'meta'"]),
+            (("--device", "cuda:99"), ["--device is 'cuda:99'", "GPUs here"]),
+            (("int4_gemm",), ["'int4_gemm'", "int8_gemm"]),
+            (("--m", "-4"), ["'-4'"]),
+        ],
+    )
+    def test_wrong_usage_is_one_line(self, arguments, parts):
+        assert_one_line(run("bench", *arguments), "farro bench: ", *parts)
 
 
 class TestApplication:

@@ -107,6 +107,25 @@ def test_warmup_knows_every_operator() -> None:
     assert 0 < warming.warmup("cpu", ["int8_gemm"], [(2, 8, 40)]) < calls
     with pytest.raises(ValueError, match=r"nonesuch.*int8_gemm"):
         warming.warmup("cpu", ["nonesuch"])
+    shape = [(2, 8, 40)]
+    assert warming.warmup("cpu", "int8_gemm", shape) == warming.warmup("cpu", ["int8_gemm"], shape)
+
+
+def test_warmup_refuses_what_is_no_shape_or_device() -> None:
+    for shapes, error in (
+        ([(2, 8)], ValueError),
+        ((2, 8, 40), ValueError),
+        ([(2, -8, 40)], ValueError),
+        ([(2, 8.0, 40)], TypeError),
+    ):
+        with pytest.raises(error, match=r"warmup: .*shapes.*needed|warmup: .*must be an int"):
+            warming.warmup("cpu", shapes=shapes)
+    for device in ("nonesuch", 3.5):
+        with pytest.raises(ValueError, match=f"warmup: device is {device!r}; needed"):
+            warming.warmup(device)
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match=r"warmup: device is 'cuda'.*'cpu'"):
+            warming.warmup("cuda")
 
 
 def test_questions_compute_nothing() -> None:

@@ -10,8 +10,11 @@ import pytest
 import torch
 from torch._dynamo.backends.registry import lookup_backend
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
+from torch.profiler import profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from farro._ops import is_plain
 from farro.testing import assert_bit_equal
 
 from .samples import SAMPLES, tensors
@@ -241,6 +244,67 @@ def test_backward_raises_when_compiled(sample, takes_backend, device, generator,
             warnings.simplefilter("ignore")  # torch tells where the forward was traced
             with pytest.raises(RuntimeError, match=r"farro\..*inference.*no_grad"):
                 _differentiable(results).backward()
+
+
+def test_plain_calls_give_way_to_whoever_watches() -> None:
+    """Past the dispatcher go only calls that nothing else has to learn of."""
+    x = torch.ones(2, 3)
+    assert is_plain(x, None, torch.nn.Parameter(x, requires_grad=False))
+    assert not is_plain(x, torch.nn.Parameter(x))
+    assert not is_plain(x, x.to("meta"))
+    assert not is_plain(x, torch._neg_view(x))
+    with forward_ad.dual_level():
+        assert not is_plain(x)
+    with profile():
+        assert not is_plain(x)
+    with _Recorder():
+        assert not is_plain(x)
+    with torch.device("cpu"):
+        assert not is_plain(x)
+    assert not torch.func.vmap(lambda row: row + is_plain(x))(torch.zeros(2)).any()
+    assert is_plain(x)
+
+
+def test_a_profile_names_the_operator(sample, takes_backend, generator) -> None:
+    with profile() as found:
+        sample.function(**sample.first(generator, torch.device("cpu")))
+    assert any(event.key.startswith("farro::") for event in found.key_averages())
+
+
+def test_forward_mode_gives_no_tangent(sample, takes_backend, generator) -> None:
+    inputs = sample.first(generator, torch.device("cpu"))
+    with forward_ad.dual_level():
+        dual = {
+            name: forward_ad.make_dual(value, torch.ones_like(value))
+            if isinstance(value, torch.Tensor) and value.dtype.is_floating_point
+            else value
+            for name, value in inputs.items()
+        }
+        for result in tensors(sample.function(**dual)):
+            assert forward_ad.unpack_dual(result).tangent is None
+
+
+def test_lazy_negations_are_read_as_their_values(run, accepted, sample, kernel, device) -> None:
+    for name, inputs in accepted():
+        negated = {
+            key: torch._neg_view(-value)
+            if isinstance(value, torch.Tensor) and value.dtype.is_floating_point
+            else value
+            for key, value in inputs.items()
+        }
+        for result, expected in zip(run(negated), run(inputs)):
+            assert_bit_equal(result, expected, name)
+
+
+def test_autograd_learns_that_out_was_written(run, accepted, sample, takes_out, device) -> None:
+    """Else a backward that saved `out` before would read what it holds now."""
+    _, inputs = accepted()[0]
+    shape, dtype = sample.out(inputs)
+    out = torch.ones(shape, dtype=dtype, device=device)
+    product = (torch.ones_like(out, requires_grad=True) * out).sum()
+    run(inputs, out=out)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.backward()
 
 
 def test_out_in_any_grad_mode(run, accepted, sample, takes_out, kernel, device) -> None:

@@ -103,6 +103,8 @@ def test_input_errors_name_what_is_needed():
         module(torch.tensor(1.0))
     with pytest.raises(TypeError, match="float64; needed bfloat16 or float16 or float32"):
         module(torch.randn(2, 316, dtype=torch.float64))
+    with pytest.raises(TypeError, match="Int8Linear: x must be a tensor, got NoneType"):
+        module(None)
 
 
 def test_construction_errors():
@@ -120,11 +122,31 @@ def test_construction_errors():
         Int8Linear.from_weight(torch.zeros(8))
     with pytest.raises(ValueError, match="bias has shape"):
         Int8Linear.from_weight(torch.zeros(8, 8), torch.zeros(7))
+    with pytest.raises(TypeError, match="bias must be a tensor, got list"):
+        Int8Linear.from_weight(torch.zeros(8, 8), [0.0] * 8)
+    with pytest.raises(ValueError, match="bias is on meta and weight on cpu"):
+        Int8Linear.from_weight(torch.zeros(8, 8), torch.zeros(8, device="meta"))
+    for size, error, message in (
+        ("8", TypeError, "must be an int, got str"),
+        (8.0, TypeError, "must be an int, got float"),
+        (True, TypeError, "must be an int, got bool"),
+        (-1, ValueError, "is -1; needed 0 or more"),
+    ):
+        with pytest.raises(error, match=f"Int8Linear: in_features {message}"):
+            Int8Linear(size, 8)
+        with pytest.raises(error, match=f"Int8Linear: out_features {message}"):
+            Int8Linear(8, size)
     for bad in (float("nan"), float("inf")):
         linear = torch.nn.Linear(316, 8)
         linear.weight.data[5, 315] = bad
         with pytest.raises(ValueError, match="NaN or Inf"):
             Int8Linear.from_linear(linear)
+
+
+def test_an_expanded_weight_is_read_as_it_is():
+    weight = torch.randn(1, 40).expand(8, 40)
+    module = Int8Linear.from_weight(weight)
+    assert torch.equal(module.weight, Int8Linear.from_weight(weight.contiguous()).weight)
 
 
 def test_a_fresh_module_is_zero():

@@ -222,7 +222,18 @@ def patched():
     return linear
 
 
+def with_bias(bias):
+    linear = nn.Linear(8, 8)
+    linear.bias = nn.Parameter(bias)
+    return linear
+
+
 LEFT = {
+    "bias of one": (lambda: with_bias(torch.ones(1)), "its bias has shape [1]; needed [8]"),
+    "bias elsewhere": (
+        lambda: with_bias(torch.ones(8, device="meta")),
+        "its bias is on meta and its weight on cpu",
+    ),
     "own forward": (lambda: Doubling(8, 8), "Doubling is a subclass of Linear"),
     "hook": (hooked, "has hooks"),
     "patched": (patched, "has hooks"),
@@ -289,6 +300,11 @@ def test_argument_errors():
         farro.quantize_("model")
     with pytest.raises(TypeError, match="skip holds a int"):
         farro.quantize_(Model(), skip=(3,))
+    for skip in (None, 3):
+        with pytest.raises(TypeError, match=r"skip must be str patterns, got .*\(\) for none"):
+            farro.quantize_(Model(), skip=skip)
+    with pytest.raises(TypeError, match="scheme must be a str, got list"):
+        farro.quantize_(Model(), ["int8-g32"])
     with pytest.raises(ValueError, match="backend"):
         farro.quantize_(Model(), backend="gpu")
 

@@ -227,6 +227,43 @@ def test_an_error_is_not_remembered_as_legal():
     assert (given["out"] == SENTINEL).all()
 
 
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize("name", ["a", "b", "scale_a", "scale_b", "bias"])
+def test_out_may_not_share_memory_with_an_input(name, backend):
+    """Checked on every call: addresses are no part of what is remembered."""
+    k = 256
+    memory = torch.zeros(4096, dtype=torch.int8)
+    for offset in (0, 64, 512):
+        given = {
+            "a": torch.ones(M, k, dtype=torch.int8),
+            "b": torch.ones(N, k, dtype=torch.int8).T,
+            "scale_a": torch.ones(M, 1),
+            "scale_b": torch.ones(1, N),
+            "bias": torch.ones(N),
+        }
+        value = given[name]
+        place = memory[: value.nbytes].view(value.dtype)
+        view = place.view(k, N) if name == "b" else place.view(value.shape)
+        given[name] = view.copy_(value)
+        before = memory.clone()
+        out = memory[offset : offset + 4 * M * N].view(torch.float32).view(M, N)
+        call = dict(output_dtype=torch.float32, out=out, backend=backend)
+        if offset < value.nbytes:
+            message = f"int8_gemm: out shares memory with {name},.*{name}.clone"
+            with pytest.raises(ValueError, match=message):
+                farro.int8_gemm(**given, **call)
+            assert torch.equal(memory, before)
+        elif offset >= 512 and value.nbytes <= 512:
+            assert (farro.int8_gemm(**given, **call) == k + 1).all()
+
+
+def test_interleaved_columns_of_one_tensor_are_legal():
+    memory = torch.zeros(M, N + 2)
+    memory[:, N:] = 1
+    given = dict(arguments(), scale_a=memory[:, N:], out=memory[:, :N])
+    assert (farro.int8_gemm(**given, output_dtype=torch.float32) == K + 1).all()
+
+
 def test_backward_refuses():
     given = arguments()
     del given["out"]

@@ -70,10 +70,9 @@ def bench_command(
 
     from ..bench import adapter, results, runner
     from ..bench.case import Options
+    from .environment import device_named
 
-    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if where.type == "cuda" and where.index is None:
-        where = torch.device("cuda", torch.cuda.current_device())
+    where = device_named(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if where.type == "cuda":
         torch.cuda.set_device(where)
     found = adapter(operator)

@@ -83,6 +83,24 @@ def devices() -> list[torch.device]:
     return [torch.device("cpu"), *(torch.device("cuda", index) for index in range(count))]
 
 
+def device_named(name: str) -> torch.device:
+    """The CPU or one GPU that is here, as --device names it."""
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ValueError(f"--device is {name!r}; needed cpu, cuda or cuda:N") from None
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"--device is {name!r}; needed cpu, cuda or cuda:N")
+    if device.type == "cpu":
+        return torch.device("cpu")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if (device.index or 0) >= count:
+        raise ValueError(f"--device is {name!r}; torch sees {count} GPUs here")
+    return torch.device(
+        "cuda", torch.cuda.current_device() if device.index is None else device.index
+    )
+
+
 def _why_not(backend: str, archs: list[Arch]) -> str | None:
     """Why no kernel of `backend` works on any of `archs`, or None where one does."""
     missing = not_installed(backend)

@@ -51,11 +51,18 @@ _OPERATORS: dict[str, Callable[..., Any]] = {
 }
 
 
+_LARGEST = 1 << 30  # a matrix of two such sizes still has a size in bytes, as torch asks
+
+
 def explain_command(
     operator: Annotated[str, typer.Argument(help="int8_gemm or quantize_int8_groups.")],
-    m: Annotated[int, typer.Option(min=0, help="Rows of the result, or of x.")],
-    k: Annotated[int, typer.Option(min=0, help="The dimension that is summed, or grouped.")],
-    n: Annotated[int | None, typer.Option(min=0, help="Columns of the result.")] = None,
+    m: Annotated[int, typer.Option(min=0, max=_LARGEST, help="Rows of the result, or of x.")],
+    k: Annotated[
+        int, typer.Option(min=0, max=_LARGEST, help="The dimension that is summed, or grouped.")
+    ],
+    n: Annotated[
+        int | None, typer.Option(min=0, max=_LARGEST, help="Columns of the result.")
+    ] = None,
     group_size: Annotated[int, typer.Option(help="32, 64, 128 or 256.")] = 256,
     dtype: Annotated[
         str, typer.Option(help="Of the result; of x for quantize_int8_groups.")

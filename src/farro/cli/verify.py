@@ -48,24 +48,9 @@ class Subject:
 
 
 def _devices(asked: str | None) -> list[torch.device]:
-    import torch
+    from .environment import device_named, devices
 
-    from .environment import devices
-
-    if asked is None:
-        return devices()
-    try:
-        device = torch.device(asked)
-    except RuntimeError:
-        raise ValueError(f"--device is {asked!r}; needed cpu, cuda or cuda:N") from None
-    if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"--device is {asked!r}; needed cpu, cuda or cuda:N")
-    if device.type == "cuda":
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if (device.index or 0) >= count:
-            raise ValueError(f"--device is {asked!r}; torch sees {count} GPUs here")
-        device = torch.device("cuda", device.index or 0)
-    return [device]
+    return devices() if asked is None else [device_named(asked)]
 
 
 def _absent(kernel: Kernel, device: torch.device) -> str | None:

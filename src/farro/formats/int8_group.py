@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..checks import check_dtype, check_required
+from ..checks import check_dtype, check_required, check_size
 
 GROUP_SIZES = (32, 64, 128, 256)
 SCALE_FLOOR = 1e-12
@@ -84,6 +84,7 @@ def pack_groups(codes: torch.Tensor, group_size: int) -> torch.Tensor:
 def unpack_groups(packed: torch.Tensor, k: int) -> torch.Tensor:
     """The inverse of pack_groups: [ceil(K/G), N, G] -> [N, K] contiguous."""
     check_required("unpack_groups", packed=packed)
+    check_size("unpack_groups", "k", k)
     shape = list(packed.shape)
     if packed.dim() != 3:
         raise ValueError(f"unpack_groups: packed has shape {shape}; needed [ceil(K/G), N, G]")

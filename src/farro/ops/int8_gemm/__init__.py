@@ -10,11 +10,12 @@ import torch
 
 from ..._ops import define, is_plain, ops
 from ...arch import Arch
+from ...checks import check_no_overlap
 from ...dispatch import Kernel, Operator, explained_by, remember, select
 from ...formats.int8_group import GROUP_SIZES
 from ...problem import Problem
 from . import cpu, sm90, triton
-from .checks import OUTPUT_DTYPES, check, check_arguments, contiguous_scales
+from .checks import NAME, OUTPUT_DTYPES, check, check_arguments, contiguous_scales
 
 KERNELS = (
     Kernel(
@@ -162,7 +163,9 @@ def _out_implementation(
 ) -> None:
     run = _runner(a, b, scale_a, scale_b, group_size, out.dtype, bias, out, backend)
     if out.numel():
+        check_no_overlap(NAME, "out", out, a=a, b=b, scale_a=scale_a, scale_b=scale_b, bias=bias)
         run(a, b, scale_a, scale_b, bias, out, group_size)
+        torch.autograd.graph.increment_version(out)  # kernels that write by address do not
 
 
 def _fake(
@@ -241,7 +244,8 @@ def int8_gemm(
         group_size: G, 32, 64, 128 or 256; K need not be a multiple.
         output_dtype: bfloat16, float16 or float32.
         bias: [N] in bfloat16, float16 or float32, added to the FP32 total.
-        out: [M,N] of output_dtype, any positive strides; written completely and returned.
+        out: [M,N] of output_dtype, any positive strides; written completely and returned. It must
+            not share memory with an input.
         backend: "auto", "reference", "cpu", "triton" or "cuda"; an explicit one never falls back.
 
     Returns:
@@ -249,7 +253,8 @@ def int8_gemm(
 
     Raises:
         TypeError: an argument of the wrong type or dtype.
-        ValueError: shapes that do not fit, a zero stride, mixed devices, another group_size.
+        ValueError: shapes that do not fit, a zero stride, mixed devices, another group_size, an
+            out that overlaps an input.
         UnsupportedError: the asked back end cannot run this here (see farro.explain).
         Nothing is written before all checks pass. -128 is a legal code. No backward.
     """
