@@ -9,6 +9,10 @@ import subprocess
 import sys
 
 import pytest
+import torch
+
+import farro
+from farro.ops.int8_gemm.cpu import addcmul_is_fused, int8_product_is_exact
 
 X86 = platform.machine().lower() in ("x86_64", "amd64")
 
@@ -46,6 +50,23 @@ planted = peak(lambda: kept.append(torch.ones(32, 1024, 1024, dtype=torch.int8))
 call = operands(1024, 4096, 4096, packed)
 print(planted, peak(call), peak(call))
 '''
+
+
+@pytest.mark.parametrize("m", [1, 16, 128])
+def test_buffers_of_a_call_are_one_allocation(m):
+    """Several are handed back to the system by turns, and each call faults their pages in anew."""
+    a, weight = torch.ones(m, 512, dtype=torch.int8), torch.ones(2048, 512, dtype=torch.int8)
+    b = farro.int8.pack_groups(weight, 256).transpose(1, 2)
+    given = (a, b, torch.ones(m, 2), torch.ones(2, 2048))
+    out = torch.empty(m, 2048, dtype=torch.bfloat16)
+    farro.int8_gemm(*given, out=out, backend="cpu")  # the probes run once
+    if not (int8_product_is_exact() and addcmul_is_fused()):
+        pytest.skip("the exact ways around this processor's products take memory of their own")
+    with torch.profiler.profile(profile_memory=True) as found:
+        farro.int8_gemm(*given, out=out, backend="cpu")
+    events = found.profiler.kineto_results.events()
+    sizes = [event.nbytes() for event in events if event.name() == "[memory]"]
+    assert sum(size >= out.nbytes for size in sizes) == 1, sizes
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")

@@ -112,18 +112,23 @@ class _Block:
 
     def __init__(self, rows: int, columns: int, groups: int, swap: bool) -> None:
         shape = (rows, columns)
-        # the dtype is named, for a caller may have set another default
-        self.total = torch.empty(shape, dtype=torch.float32)
-        self.partials = torch.empty((groups, *shape), dtype=torch.float32)
-        self.scales = torch.empty((groups, *shape), dtype=torch.float32)
-        self.partial_list = list(self.partials)
-        self.scale_list = list(self.scales)
         self.exact = int8_product_is_exact()
         self.swap = swap
+        # One piece of memory: glibc hands several back to the system after a call, depending on
+        # what lies around them, and then each call pays for their page faults, up to its own time.
+        # The dtype is named, for a caller may have set another default.
+        size = rows * columns
+        sizes = [size, *[size * groups] * (3 if self.exact else 2)]
+        memory = torch.empty(sum(sizes), dtype=torch.float32)
+        total, partials, scales, *products = memory.split(sizes)  # type: ignore[no-untyped-call]
+        self.total = total.view(shape)
+        self.partials = partials.view(groups, *shape)
+        self.scales = scales.view(groups, *shape)
+        self.partial_list = list(self.partials)
+        self.scale_list = list(self.scales)
         if self.exact:
-            self.products = torch.empty(
-                (groups, columns, rows) if swap else (groups, *shape), dtype=torch.int32
-            )
+            turned = (columns, rows) if swap else shape
+            self.products = products[0].view(torch.int32).view(groups, *turned)
             self.product_list = list(self.products)
 
     def multiply(self, index: int, a: torch.Tensor, b: torch.Tensor) -> None:
