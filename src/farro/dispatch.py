@@ -93,12 +93,29 @@ def not_installed(backend: str) -> str | None:
     if backend == "triton" and importlib.util.find_spec("triton") is None:
         return "Triton is not installed: pip install 'farro[triton]'"
     if backend == "cuda":
-        try:
-            found = importlib.util.find_spec("cuda.core")
-        except ModuleNotFoundError:
-            found = None
-        if found is None:
-            return "cuda.core is not installed: pip install 'farro[cuda]'"
+        return _no_native_toolchain()
+    return None
+
+
+def _no_native_toolchain() -> str | None:
+    """What native kernels lack: cuda.core, or an NVRTC whose code the driver can load."""
+    way_out = "pip install 'farro[cuda]'"
+    try:
+        if importlib.util.find_spec("cuda.core") is None:
+            return f"cuda.core is not installed: {way_out}"
+        from .cuda import jit
+
+        compiler = jit.compiler_version()
+        driver = jit.driver_version()
+    except ModuleNotFoundError as error:
+        return f"{error.name} is not installed: {way_out}"
+    except Exception as error:  # NVRTC's library is missing, or is not one
+        return f"NVRTC does not load ({str(error).splitlines()[0]}): {way_out}"
+    if driver is not None and driver[0] < compiler[0]:
+        return (
+            f"NVRTC {compiler[0]}.{compiler[1]} is newer than the driver, which knows CUDA "
+            f"{driver[0]}.{driver[1]}: install nvidia-cuda-nvrtc of that version"
+        )
     return None
 
 

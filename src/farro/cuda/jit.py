@@ -62,6 +62,17 @@ def compiler_version() -> tuple[int, int]:
     return int(major), int(minor)
 
 
+def driver_version() -> tuple[int, int] | None:
+    """The CUDA version that the driver knows, or None where there is no driver."""
+    from cuda.bindings import driver
+
+    try:
+        error, version = driver.cuDriverGetVersion()
+    except Exception:  # no libcuda here
+        return None
+    return None if int(error) != 0 else (version // 1000, version % 1000 // 10)
+
+
 def cache_key(source: str, name: str, arch: str) -> str:
     parts = (source_text(source), name, arch, repr(_OPTIONS), str(compiler_version()))
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:40]
