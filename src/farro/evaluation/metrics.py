@@ -33,7 +33,8 @@ def perplexity(nll: float, tokens: int) -> float:
 def kl_divergence(reference: torch.Tensor, other: torch.Tensor) -> float:
     """sum over t of KL(softmax(reference[t]) || softmax(other[t])), in nats.
 
-    Both are logits [T, V] of any float dtype; log softmax in FP32, the sum in float64.
+    Both are logits [T, V] of any float dtype; log softmax and a token's sum in FP32, the sum over
+    tokens in float64.
     """
     total = torch.zeros((), dtype=torch.float64, device=reference.device)
     for p, q in zip(torch.split(reference, _ROWS), torch.split(other, _ROWS)):
