@@ -12,6 +12,7 @@ way takes its place: an FP32 product of the codes (every sum is below 2^24) and 
 from __future__ import annotations
 
 import functools
+import threading
 from dataclasses import dataclass
 
 import torch
@@ -24,9 +25,10 @@ from ...problem import Problem
 _ROWS = 1024
 _BLOCK_ELEMENTS = 1 << 19
 _MAX_COLUMNS = 4096
-_SMALL_BLOCK = 1 << 16  # outputs: below, the calls of operators cost more than their passes
-_MANY_GROUPS = 8
-_FEW_ROWS = 64
+# Groups scaled by one call of each operator: of few outputs, calls cost more than their passes
+_OUTPUTS_A_CALL = 1 << 19
+_MAX_GROUPS = 8
+_SWAP_ROWS = 32  # up to here weights are better the left operand; dense ones from 9 rows on
 
 
 @dataclass(frozen=True)
@@ -50,9 +52,10 @@ def config(problem: Problem) -> Config:
     rows = min(max(m, 1), _ROWS)
     columns = max(64, min(_MAX_COLUMNS, _BLOCK_ELEMENTS // rows))
     columns = min(columns, max(n, 1))
-    groups = _MANY_GROUPS if rows * columns <= _SMALL_BLOCK else 1
+    groups = min(_MAX_GROUPS, _OUTPUTS_A_CALL // (rows * columns))
+    groups = groups if groups >= 4 else 1
     packed = len(b.shape) == 3
-    swap = not packed and m <= _FEW_ROWS and b.stride[0] == 1
+    swap = (8 if packed else 1) < m <= _SWAP_ROWS and b.stride[-2] == 1
     product = "int8 product" if int8_product_is_exact() else "fp32 product of the codes"
     fma = "addcmul" if addcmul_is_fused() else "fma in float64"
     layout = "group-packed weight" if packed else "strided weight"
@@ -65,8 +68,12 @@ def int8_product_is_exact() -> bool:
     generator = torch.Generator().manual_seed(0)
     for m, n in ((1, 64), (16, 33), (64, 1), (65, 128)):
         for low, high in ((127, 128), (-128, -127), (-128, 128)):
-            a = torch.randint(low, high, (m, 256), dtype=torch.int8, generator=generator)
-            b = torch.randint(low, high, (n, 256), dtype=torch.int8, generator=generator)
+            a = torch.randint(
+                low, high, (m, 256), dtype=torch.int8, generator=generator, device="cpu"
+            )
+            b = torch.randint(
+                low, high, (n, 256), dtype=torch.int8, generator=generator, device="cpu"
+            )
             try:
                 product = torch._int_mm(a, b.T)
             except RuntimeError:
@@ -79,7 +86,7 @@ def int8_product_is_exact() -> bool:
 @functools.lru_cache(maxsize=1)
 def addcmul_is_fused() -> bool:
     """Whether torch.addcmul rounds once, in its vector body and in its scalar tail."""
-    p, s, t = (torch.full((71,), v, dtype=torch.float32) for v in FMA_TRIPLE)
+    p, s, t = (torch.full((71,), v, dtype=torch.float32, device="cpu") for v in FMA_TRIPLE)
     want = fma32(p, s, t)
     return all(
         torch.equal(torch.addcmul(t[:count], p[:count], s[:count]), want[:count])
@@ -107,19 +114,38 @@ def _readable(matrix: torch.Tensor) -> torch.Tensor:
     return matrix.clone(memory_format=torch.contiguous_format)
 
 
+_THREAD = threading.local()
+_KEPT_ELEMENTS = 1 << 22  # 16 MiB a thread at the most
+
+
+def _scratch(count: int) -> torch.Tensor:
+    """`count` uninitialized floats, kept by the thread from call to call.
+
+    Memory of this size given back goes to the system, and then every call pays for its page
+    faults, up to its own time. Dtype and device are named: a caller may have set other defaults.
+    """
+    kept: torch.Tensor | None = getattr(_THREAD, "memory", None)
+    if kept is None or kept.numel() < count:
+        with torch.inference_mode(False):  # to be of use outside of it too
+            kept = torch.empty(count, dtype=torch.float32, device="cpu")
+        if count <= _KEPT_ELEMENTS:
+            _THREAD.memory = kept
+    return kept[:count]
+
+
 class _Block:
-    """Buffers for one block of rows x columns and `groups` groups."""
+    """Buffers for one block of rows x columns and `groups` groups; [columns, rows] where swapped.
+
+    Swapped, the weights are the left operand, which oneDNN does not repack at every call.
+    """
 
     def __init__(self, rows: int, columns: int, groups: int, swap: bool) -> None:
-        shape = (rows, columns)
+        shape = (columns, rows) if swap else (rows, columns)
         self.exact = int8_product_is_exact()
         self.swap = swap
-        # One piece of memory: glibc hands several back to the system after a call, depending on
-        # what lies around them, and then each call pays for their page faults, up to its own time.
-        # The dtype is named, for a caller may have set another default.
         size = rows * columns
         sizes = [size, *[size * groups] * (3 if self.exact else 2)]
-        memory = torch.empty(sum(sizes), dtype=torch.float32)
+        memory = _scratch(sum(sizes))
         total, partials, scales, *products = memory.split(sizes)  # type: ignore[no-untyped-call]
         self.total = total.view(shape)
         self.partials = partials.view(groups, *shape)
@@ -127,26 +153,25 @@ class _Block:
         self.partial_list = list(self.partials)
         self.scale_list = list(self.scales)
         if self.exact:
-            turned = (columns, rows) if swap else shape
-            self.products = products[0].view(torch.int32).view(groups, *turned)
+            self.products = products[0].view(torch.int32).view(groups, *shape)
             self.product_list = list(self.products)
 
     def multiply(self, index: int, a: torch.Tensor, b: torch.Tensor) -> None:
         """Group `index` of this chunk: the exact a [rows, G] @ b [G, columns]."""
-        if not self.exact:
-            torch.mm(a.float(), b.float(), out=self.partial_list[index])
-        elif self.swap:
-            torch._int_mm(_readable(b.T), _readable(a.T), out=self.product_list[index])
-        else:
+        if self.swap:
+            a, b = b.T, a.T
+        if self.exact:
             torch._int_mm(_readable(a), _readable(b), out=self.product_list[index])
+        else:
+            torch.mm(a.float(), b.float(), out=self.partial_list[index])
 
     def add_groups(self, scale_a: torch.Tensor, scale_b: torch.Tensor) -> None:
         """total = fma(partial, sA*sB, total); scale_a [groups, rows], scale_b [groups, columns]."""
         count = scale_a.shape[0]
         if self.exact:
-            products = self.products[:count]
-            self.partials[:count].copy_(products.transpose(1, 2) if self.swap else products)
-        torch.mul(scale_a.unsqueeze(2), scale_b.unsqueeze(1), out=self.scales[:count])
+            self.partials[:count].copy_(self.products[:count])
+        left, right = (scale_b, scale_a) if self.swap else (scale_a, scale_b)
+        torch.mul(left.unsqueeze(2), right.unsqueeze(1), out=self.scales[:count])
         for i in range(count):
             _multiply_add(self.total, self.partial_list[i], self.scale_list[i])
 
@@ -182,6 +207,7 @@ def run(
                     weight = b[first + index, : stop - start] if b.dim() == 3 else b[start:stop]
                     block.multiply(index, a[rows, start:stop], weight[:, columns])
                 block.add_groups(scale_a[chunk, rows], scale_b[chunk, columns])
+            total = block.total.T if config.swap else block.total
             if addend is not None:
-                block.total += addend[columns]
-            out[rows, columns] = block.total
+                total += addend[columns]
+            out[rows, columns] = total

@@ -28,7 +28,7 @@ def _quantize_block(x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, group
     rows, k = x.shape
     groups = k // group_size
     # a copy even of FP32, since the values are divided in place
-    values = torch.empty(rows, groups, group_size, dtype=torch.float32)
+    values = torch.empty(rows, groups, group_size, dtype=torch.float32, device="cpu")
     values.view(rows, k).copy_(x)
     of_group = values.view(rows * groups, group_size)
     # two passes: torch.aminmax along a dimension is twenty times as slow as amax
