@@ -20,7 +20,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	touch $@
 
 demo: $(READY)
-	@echo "Evaluating a language model: about three minutes on two CPU cores"
+	@echo "Evaluating a language model: three to five minutes on two CPU cores"
 	$(RUN) -m farro eval
 
 test: $(READY) lint

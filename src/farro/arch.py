@@ -77,6 +77,8 @@ def arch_named(name: str) -> Arch:
 @functools.lru_cache(maxsize=64)
 def _cuda_arch(index: int) -> Arch:
     capability = torch.cuda.get_device_capability(index)
+    if torch.version.hip is not None:  # AMD's numbers are not NVIDIA's: (9, 0) is no Hopper
+        return Arch("hip", frozenset())
     product = re.sub(r"[^a-z0-9]+", "_", torch.cuda.get_device_name(index).lower()).strip("_")
     return Arch(f"sm_{capability[0]}{capability[1]}", _features(capability), capability, product)
 

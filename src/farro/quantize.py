@@ -126,10 +126,13 @@ class _Site:
         return self.weight.detach().T if self.transposed else self.weight.detach()
 
 
+DEFAULT_SKIP = ("lm_head",)  # whose absence is nothing to report
+
+
 def quantize_(
     model: torch.nn.Module,
     scheme: str = "int8-g256",
-    skip: Iterable[str] = ("lm_head",),
+    skip: Iterable[str] = DEFAULT_SKIP,
     *,
     backend: str = "auto",
 ) -> QuantizeReport:
@@ -176,7 +179,11 @@ def quantize_(
         skipped=tuple(SkippedLayer(*item) for item in (*reasons.items(), *already.items())),
         model_bytes_before=before,
         model_bytes_after=weight_bytes(model),
-        unmatched=tuple(p for p in patterns if not any(_matches(p, name) for name in names)),
+        unmatched=tuple(
+            p
+            for p in patterns
+            if p not in DEFAULT_SKIP and not any(_matches(p, name) for name in names)
+        ),
     )
 
 

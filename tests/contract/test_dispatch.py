@@ -283,6 +283,18 @@ def test_scenario_14_calls_on_pretended_architectures(
         sample.compare(result, expected, told.chosen)
 
 
+def test_an_amd_gpu_is_no_hopper(monkeypatch) -> None:
+    """ROCm reports its own numbers as a capability: an MI200 says (9, 0)."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    architectures._cuda_arch.cache_clear()
+    try:
+        found = architectures.arch_of(torch.device("cuda", 0))
+        assert (found.name, found.features) == ("hip", frozenset())
+    finally:
+        architectures._cuda_arch.cache_clear()
+
+
 @pytest.mark.parametrize("name", ["sm_75", "sm_110", "sm_121"])
 def test_scenario_14_the_table_is_asked_by_capability(name, monkeypatch) -> None:
     """arch_of reads the device's capability, and gives a chip without a row portable features."""
