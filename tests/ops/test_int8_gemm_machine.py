@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import farro
+from farro.ops.int8_gemm import cpu
 from farro.ops.int8_gemm.cpu import addcmul_is_fused, int8_product_is_exact
 
 X86 = platform.machine().lower() in ("x86_64", "amd64")
@@ -83,6 +84,32 @@ def test_kept_buffers_serve_any_mode_and_each_thread():
     with ThreadPoolExecutor(4) as pool:
         results = list(pool.map(call, [True, False] * 200))
     assert all(torch.equal(result, want) for result in results)
+
+
+def test_a_call_in_the_middle_of_a_call(monkeypatch):
+    """As a signal handler or a finalizer may make one: in the same thread, so never its buffers."""
+
+    def operands(m):
+        a = torch.randint(-128, 128, (m, 512), dtype=torch.int8)
+        weight = torch.randint(-128, 128, (300, 512), dtype=torch.int8)
+        return a, weight.T, torch.randn(m, 2), torch.randn(2, 300)
+
+    def call(given, backend="cpu"):
+        return farro.int8_gemm(*given, output_dtype=torch.float32, backend=backend)
+
+    multiply_add, inner = cpu._multiply_add, []
+
+    def interrupted(total, partial, scales):
+        if not inner:
+            inner.append(None)
+            inner[0] = call(other)
+        multiply_add(total, partial, scales)
+
+    given, other = operands(16), operands(12)
+    call(given)  # the thread keeps buffers from here on
+    monkeypatch.setattr(cpu, "_multiply_add", interrupted)
+    assert torch.equal(call(given), call(given, "reference"))
+    assert torch.equal(inner[0], call(other, "reference"))
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")

@@ -118,19 +118,30 @@ _THREAD = threading.local()
 _KEPT_ELEMENTS = 1 << 22  # 16 MiB a thread at the most
 
 
-def _scratch(count: int) -> torch.Tensor:
-    """`count` uninitialized floats, kept by the thread from call to call.
+def _take(count: int) -> torch.Tensor:
+    """At least `count` uninitialized floats, kept by the thread from call to call (`_keep`).
 
     Memory of this size given back goes to the system, and then every call pays for its page
-    faults, up to its own time. Dtype and device are named: a caller may have set other defaults.
+    faults, up to its own time. It is taken out while in use: a signal handler or a finalizer may
+    call int8_gemm in the middle of a call. Dtype and device are named: a caller may have set
+    other defaults.
     """
-    kept: torch.Tensor | None = getattr(_THREAD, "memory", None)
-    if kept is None or kept.numel() < count:
-        with torch.inference_mode(False):  # to be of use outside of it too
-            kept = torch.empty(count, dtype=torch.float32, device="cpu")
-        if count <= _KEPT_ELEMENTS:
-            _THREAD.memory = kept
-    return kept[:count]
+    kept: torch.Tensor | None = _THREAD.__dict__.pop("memory", None)
+    if kept is not None and kept.numel() >= count:
+        return kept
+    with torch.inference_mode(False):  # to be of use outside of it too
+        return torch.empty(count, dtype=torch.float32, device="cpu")
+
+
+def _keep(memory: torch.Tensor) -> None:
+    if memory.numel() <= _KEPT_ELEMENTS:
+        _THREAD.memory = memory
+
+
+def _sizes(rows: int, columns: int, groups: int) -> list[int]:
+    """Elements of a block's buffers: total, partials, scales and, where exact, int32 products."""
+    size = rows * columns
+    return [size, *[size * groups] * (3 if int8_product_is_exact() else 2)]
 
 
 class _Block:
@@ -139,14 +150,15 @@ class _Block:
     Swapped, the weights are the left operand, which oneDNN does not repack at every call.
     """
 
-    def __init__(self, rows: int, columns: int, groups: int, swap: bool) -> None:
+    def __init__(
+        self, memory: torch.Tensor, rows: int, columns: int, groups: int, swap: bool
+    ) -> None:
         shape = (columns, rows) if swap else (rows, columns)
         self.exact = int8_product_is_exact()
         self.swap = swap
-        size = rows * columns
-        sizes = [size, *[size * groups] * (3 if self.exact else 2)]
-        memory = _scratch(sum(sizes))
-        total, partials, scales, *products = memory.split(sizes)  # type: ignore[no-untyped-call]
+        sizes = _sizes(rows, columns, groups)
+        parts = memory[: sum(sizes)].split(sizes)  # type: ignore[no-untyped-call]
+        total, partials, scales, *products = parts
         self.total = total.view(shape)
         self.partials = partials.view(groups, *shape)
         self.scales = scales.view(groups, *shape)
@@ -190,6 +202,8 @@ def run(
     bounds = group_bounds(a.shape[1], group_size)
     scale_a = scale_a.T.contiguous()  # [groups, M]: one row of scales is then one dense vector
     addend = None if bias is None else bias.float()
+    # the first block is the largest
+    memory = _take(sum(_sizes(min(m, config.rows), min(n, config.columns), config.groups)))
     blocks: dict[tuple[int, int], _Block] = {}  # at most four shapes: whole and tail blocks
     for top in range(0, m, config.rows):
         rows = slice(top, min(top + config.rows, m))
@@ -198,7 +212,7 @@ def run(
             shape = (rows.stop - top, columns.stop - left)
             if shape not in blocks:
                 blocks.clear()  # a tail replaces the whole blocks' buffers, never adds to them
-                blocks[shape] = _Block(*shape, config.groups, config.swap)
+                blocks[shape] = _Block(memory, *shape, config.groups, config.swap)
             block = blocks[shape]
             block.total.zero_()
             for first in range(0, len(bounds), config.groups):
@@ -211,3 +225,4 @@ def run(
             if addend is not None:
                 total += addend[columns]
             out[rows, columns] = total
+    _keep(memory)
