@@ -146,10 +146,11 @@ def quantize_(
         backend: what the new modules ask of farro's operators.
 
     A module used under several names is swapped once; linears that share one weight share its
-    codes, until the model is moved to another device: move it first. Left as they are, each named in the report with the reason: a weight tied to a module
-    that stays (an embedding), a subclass of Linear with its own forward, a parametrized weight, a
-    layer with hooks, the linears of torch.nn.MultiheadAttention and TransformerEncoderLayer, which
-    read weights instead of calling layers.
+    codes, until the model is moved to another device: move it first. Left as they are, each named
+    in the report with the reason: a weight tied to a module that stays (an embedding), a subclass
+    of Linear with its own forward, a parametrized weight, a layer with hooks, the linears of
+    torch.nn.MultiheadAttention and TransformerEncoderLayer, which read weights instead of calling
+    layers.
 
     Returns:
         QuantizeReport: what was swapped, what was skipped and why, bytes before and after.
