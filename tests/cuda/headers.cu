@@ -32,16 +32,17 @@ __global__ void __launch_bounds__(64) hand_over(const int* from, int* to, int ro
     fence_mbarrier_init();
   }
   __syncthreads();
-  for (int row = 0; row < rows; ++row) {
-    const int stage = row % STAGES, turn = row / STAGES % 2;
+  Ring<STAGES> ring(threadIdx.x < 32 ? 1 : 0);
+  for (int row = 0; row < rows; ++row, ring.next()) {
+    const u32 ready = smem_address(full + ring.stage), free = smem_address(empty + ring.stage);
     if (threadIdx.x < 32) {
-      mbarrier_wait(smem_address(empty + stage), turn ^ 1);  // a fresh barrier's last phase is over
-      slots[stage][lane] = from[32 * row + lane];
-      mbarrier_arrive(smem_address(full + stage));
+      mbarrier_wait(free, ring.parity);
+      slots[ring.stage][lane] = from[32 * row + lane];
+      mbarrier_arrive(ready);
     } else {
-      mbarrier_wait(smem_address(full + stage), turn);
-      to[32 * row + lane] = slots[stage][31 - lane];
-      mbarrier_arrive(smem_address(empty + stage));
+      mbarrier_wait(ready, ring.parity);
+      to[32 * row + lane] = slots[ring.stage][31 - lane];
+      mbarrier_arrive(free);
     }
   }
 }

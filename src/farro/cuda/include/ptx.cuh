@@ -70,6 +70,18 @@ __device__ __forceinline__ void mbarrier_wait_cluster(u32 barrier, u32 parity) {
   }
 }
 
+// Position in a ring of stages, and the parity that its barriers are waited for with: a consumer
+// starts at 0, a producer at 1, since a fresh barrier's last phase counts as over.
+template <int STAGES>
+struct Ring {
+  int stage = 0;
+  u32 parity;
+  __device__ explicit Ring(u32 start) : parity(start) {}
+  __device__ __forceinline__ void next() {
+    if (++stage == STAGES) stage = 0, parity ^= 1;
+  }
+};
+
 // ---- TMA ----
 
 __device__ __forceinline__ void prefetch_tensor_map(const TensorMap* map) {

@@ -41,16 +41,6 @@ struct Shared {
   static constexpr int scale_empty = scale_full + 8 * kScaleStages;
 };
 
-template <int STAGES>
-struct Ring {
-  int stage = 0;
-  u32 parity;
-  __device__ explicit Ring(u32 start) : parity(start) {}
-  __device__ __forceinline__ void next() {
-    if (++stage == STAGES) stage = 0, parity ^= 1;
-  }
-};
-
 // Tile t -> (row tile, column tile): `raster` row tiles, then the next column.
 __device__ __forceinline__ void tile_at(int t, int row_tiles, int column_tiles, int raster,
                                         int& row_tile, int& column_tile) {

@@ -46,16 +46,6 @@ struct Layout {
   static constexpr int bytes = received + 16;
 };
 
-template <int STAGES>
-struct Ring {
-  int stage = 0;
-  u32 parity;
-  __device__ explicit Ring(u32 start) : parity(start) {}
-  __device__ __forceinline__ void next() {
-    if (++stage == STAGES) stage = 0, parity ^= 1;
-  }
-};
-
 // Finish one step's groups for the sums this CTA owns: `sum_of(group, i)` gives the exact partial.
 template <class L, int CLUSTER, class SumOf>
 __device__ __forceinline__ void promote(float (&total)[L::owned], const float* scales, int rank,
