@@ -1,11 +1,12 @@
-"""Public helpers to compare tensors bit for bit, and the specification's edge cases as data.
+"""Public helpers to compare tensors, and the specification's edge cases as data.
 
     for case in farro.testing.int8_gemm_cases():
         call = case.build(device="cpu", seed=0)
         assert call.check(kernel).status != "failed"
 
 `farro verify` and the test-suite run the same cases; a kernel outside farro can use them too, with
-`call.arguments` (its inputs), `call.expected` (what the reference gives) and `assert_bit_equal`.
+`call.arguments` (its inputs), `call.expected` (what the reference gives, or the exact result) and
+`assert_bit_equal` or, for sums in floating point, `assert_close_to_exact`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from .case import Call, Case, Outcome
-from .compare import Mismatch, assert_bit_equal, difference, first_mismatch
+from .compare import (
+    FP8_FAST_SUM,
+    FP8_PROMOTED_SUM,
+    FP32_SUM,
+    Mismatch,
+    assert_bit_equal,
+    assert_close_to_exact,
+    difference,
+    far_from_exact,
+    first_mismatch,
+)
 from .int8_gemm import GemmCase, int8_gemm_cases
 from .int8_quantize import QuantizeCase, quantize_cases
 from .layouts import LAYOUTS, Guarded, guarded, laid_out, poisoned_memory
@@ -28,6 +39,9 @@ __all__ = [
     "CASES",
     "Call",
     "Case",
+    "FP32_SUM",
+    "FP8_FAST_SUM",
+    "FP8_PROMOTED_SUM",
     "GemmCase",
     "Guarded",
     "LAYOUTS",
@@ -35,7 +49,9 @@ __all__ = [
     "Outcome",
     "QuantizeCase",
     "assert_bit_equal",
+    "assert_close_to_exact",
     "difference",
+    "far_from_exact",
     "first_mismatch",
     "guarded",
     "int8_gemm_cases",
