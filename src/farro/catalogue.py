@@ -21,13 +21,17 @@ Warmer = Callable[[torch.device, tuple[int, ...]], Iterable[Callable[[], Any]]]
 
 
 def _discover() -> dict[Operator, Any]:
-    """Operator -> its module, in the order of the folders' names."""
+    """Operator -> its module, in the order of the folders' names.
+
+    A module has its OPERATOR, or OPERATORS, the first of them named after the folder.
+    """
     found = {}
     for info in sorted(pkgutil.iter_modules(ops.__path__), key=lambda info: info.name):
         module = importlib.import_module(f".ops.{info.name}", __package__)
-        if module.OPERATOR.name != info.name:
-            raise RuntimeError(f"ops/{info.name} defines the operator {module.OPERATOR.name}")
-        found[module.OPERATOR] = module
+        operators = getattr(module, "OPERATORS", None) or (module.OPERATOR,)
+        if operators[0].name != info.name:
+            raise RuntimeError(f"ops/{info.name} defines the operator {operators[0].name}")
+        found.update(dict.fromkeys(operators, module))
     return found
 
 

@@ -58,11 +58,20 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Operator:
-    """One operator of the catalogue: its kernels in order of preference."""
+    """One operator of the catalogue: its kernels in order of preference, which share a signature.
+
+    A folder under ops/ defines one of its own name, and more where others belong to it.
+    """
 
     name: str
     kernels: tuple[Kernel, ...]
     functions: tuple[str, ...] = field(default=())  # public names, for the support table
+    families: tuple[str, ...] = field(default=())  # farro.<family> has them; the name's stem if ()
+    at_top: bool = True  # whether farro itself has them too
+
+    def __post_init__(self) -> None:
+        if not self.families:
+            object.__setattr__(self, "families", (self.name.partition("_")[0],))
 
 
 @dataclass(frozen=True)

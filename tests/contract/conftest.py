@@ -23,6 +23,13 @@ _FILTERS: dict[str, Callable[[Sample], bool]] = {
     "takes_out": lambda sample: sample.out is not None,
     "takes_backend": lambda sample: sample.kernels,
     "takes_several": lambda sample: len(sample.arguments) > 1,
+    "takes_strided_out": lambda sample: sample.out is not None and "columns" in sample.out_layouts,
+    "has_rows": lambda sample: any(a.rows is not None for a in sample.arguments.values()),
+    "has_float_rows": lambda sample: any(
+        a.rows == 0 and any(dtype.is_floating_point for dtype in a.dtypes)
+        for a in sample.arguments.values()
+    ),
+    "records_grad": lambda sample: sample.records_grad,
 }
 
 
@@ -36,8 +43,8 @@ def _devices(kernel: Kernel | None, cuda_only: bool) -> list[str]:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """`sample` alone: every sample; with `kernel` (as by `run`): each kernel, where it can run.
 
-    With `device` each of them on each device. The fixtures `takes_...`, `is_compiled`,
-    `has_configs` and `cuda_only` leave the others out.
+    With `device` each of them on each device. The fixtures `takes_...`, `has_...`, `is_compiled`,
+    `records_grad` and `cuda_only` leave the others out.
     """
     used = metafunc.fixturenames
     names = [n for n in ("sample", "kernel", "device") if n in used]
@@ -77,6 +84,26 @@ def takes_backend() -> None:
 @pytest.fixture
 def takes_several() -> None:
     """Only functions of more than one tensor."""
+
+
+@pytest.fixture
+def takes_strided_out() -> None:
+    """Only functions whose out= may have any strides."""
+
+
+@pytest.fixture
+def has_rows() -> None:
+    """Only functions of rows that do not depend on each other."""
+
+
+@pytest.fixture
+def has_float_rows() -> None:
+    """Only functions of rows of floating point."""
+
+
+@pytest.fixture
+def records_grad() -> None:
+    """Only functions whose results require grad where their arguments do."""
 
 
 @pytest.fixture

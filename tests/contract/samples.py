@@ -26,7 +26,8 @@ class Argument:
     """One tensor argument: what the contract says of it."""
 
     dtypes: tuple[torch.dtype, ...]
-    rows: int | None = None  # the dimension that counts rows (tokens), which are independent
+    # the dimension that counts rows (tokens), where results have one of their own for each of them
+    rows: int | None = None
     required: bool = True
     layouts: tuple[str, ...] = tuple(LAYOUTS)  # views that are read in place
     any_shape: bool = False  # no other argument fixes its sizes or their number
@@ -60,10 +61,19 @@ class Sample:
     required: Callable[[str, Problem], bool] = lambda backend, problem: backend == "reference"
     compare: Callable[[torch.Tensor, torch.Tensor, str], None] = assert_bit_equal
     kernels: bool = True  # False: plain torch operators, no back ends to choose from
+    records_grad: bool = True  # False: results are integers, or all written to a given tensor
+    out_layouts: tuple[str, ...] = tuple(LAYOUTS)
+    # (M, N, K) for farro.warmup to compile what a call needs
+    warm_shape: Callable[[dict[str, Any]], tuple[int, int, int]] | None = None
 
     @property
     def catalogued(self) -> Operator:
         return operator_named(self.operator)
+
+    @property
+    def out_layout(self) -> str:
+        """One in which to look for writes beside `out`."""
+        return "columns" if "columns" in self.out_layouts else "offset"
 
     def inputs(
         self, generator: torch.Generator, device: Any = "cpu", **options: Any

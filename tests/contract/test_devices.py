@@ -137,7 +137,8 @@ options = {**one, **sample.variants[variant], "m": 5}
 inputs = sample.inputs(torch.Generator().manual_seed(3), "cuda", **options)
 if warm == "warm":
     k = inputs[next(iter(sample.arguments))].shape[-1]
-    warmup("cuda", [name], [(5, inputs["b"].shape[-1] if "b" in inputs else 1, k)])
+    shape = (5, inputs["b"].shape[-1] if "b" in inputs else 1, k)
+    warmup("cuda", [name], [sample.warm_shape(inputs) if sample.warm_shape else shape])
 torch.cuda.synchronize()
 try:
     with torch.cuda.graph(torch.cuda.CUDAGraph()):

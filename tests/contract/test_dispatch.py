@@ -18,7 +18,7 @@ from farro import dispatch, problem
 from farro.arch import arch_named
 from farro.checks import BACKENDS
 from farro.dispatch import Kernel, explain, select
-from farro.testing import LAYOUTS, laid_out
+from farro.testing import laid_out
 
 from .samples import tensors
 
@@ -52,7 +52,8 @@ def _problems(sample, generator):
         calls += [sample.first(generator, "meta", m=m, **size) for size in sizes]
     inputs = sample.first(generator)
     for argument, tensor in sample.present(inputs).items():
-        calls += [{**inputs, argument: laid_out(tensor, layout).view} for layout in LAYOUTS]
+        layouts = sample.arguments[argument].layouts
+        calls += [{**inputs, argument: laid_out(tensor, layout).view} for layout in layouts]
     describe = dispatch._DESCRIBERS[sample.function]
     for call in calls:
         for name in ("cpu", *PRETENDED):

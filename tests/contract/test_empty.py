@@ -42,7 +42,7 @@ def test_scenario_07_out_is_written_completely_and_nothing_beside_it(
     empties = [(n, sample.inputs(generator, device, **o)) for n, o in sample.empties.items()]
     for name, inputs in accepted() + [e for e in empties if refused(e[1]) is None]:
         shape, dtype = sample.out(inputs)
-        place = guarded(shape, dtype, "columns", device)
+        place = guarded(shape, dtype, sample.out_layout, device)
         if refused({**inputs, "out": place.view}):
             continue
         (result,) = run(inputs, out=place.view)

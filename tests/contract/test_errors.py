@@ -62,7 +62,7 @@ def _refuses(sample, inputs, changes, error, *words: str, backends=None) -> None
     place = None
     if sample.out is not None and "out" not in changes:
         shape, dtype = sample.out(inputs)
-        place = guarded(shape, dtype, "columns", "cpu")
+        place = guarded(shape, dtype, sample.out_layout, "cpu")
         out = {"out": place.view}
     for backend in backends or _backends(sample):
         for extra in ({}, out) if out else ({},):
@@ -204,7 +204,7 @@ def test_a_back_end_that_refuses_says_why_and_what_would_run(
             place = None
             if sample.out is not None:
                 shape, dtype = sample.out(inputs)
-                place = guarded(shape, dtype, "columns", device)
+                place = guarded(shape, dtype, sample.out_layout, device)
             with pytest.raises(farro.UnsupportedError) as error:
                 out = {} if place is None else {"out": place.view}
                 sample.function(**inputs, **out, backend=backend)

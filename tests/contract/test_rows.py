@@ -35,7 +35,9 @@ def test_scenario_16_repeats_are_bit_equal(run, accepted, sample, kernel, device
                 assert_bit_equal(result, expected, f"{name}, repeat {repeat}")
 
 
-def test_scenario_16_batch_invariance(run, accepted, refused, sample, kernel, device) -> None:
+def test_scenario_16_batch_invariance(
+    run, accepted, refused, sample, has_rows, kernel, device
+) -> None:
     """Row 0, and every other row, has the same bits whatever the number of rows."""
     for name, inputs in accepted(m=max(ROWS)):
         want = run(inputs)
@@ -67,7 +69,7 @@ def _float_rows(sample, inputs) -> list[str]:
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf], ids=str)
 def test_scenario_05_non_finite_rows_stay_alone(
-    value, run, accepted, sample, kernel, device
+    value, run, accepted, sample, has_float_rows, kernel, device
 ) -> None:
     for name, inputs in accepted():
         arguments = _float_rows(sample, inputs)

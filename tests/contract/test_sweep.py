@@ -45,7 +45,9 @@ def _thresholds(sample, kernel, inputs: dict[str, Any]) -> list[int]:
 
 
 @pytest.mark.parametrize("sizes", [(70, 304), (128, 512)], ids=str)
-def test_scenario_10_thresholds_of_m(sizes, run, accepted, refused, sample, kernel, device) -> None:
+def test_scenario_10_thresholds_of_m(
+    sizes, run, accepted, refused, sample, has_rows, kernel, device
+) -> None:
     """One side and the other of each threshold; rows do not depend on M, so one result serves."""
     options = dict(zip(("n", "k"), sizes))
     options = {name: size for name, size in options.items() if name in sample.sizes}

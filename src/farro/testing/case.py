@@ -12,7 +12,15 @@ from typing import Any
 import torch
 
 from ..catalogue import operator_named
-from ..dispatch import Kernel, Operator, explain, not_installed, select
+from ..dispatch import (
+    _DESCRIBERS,
+    Kernel,
+    Operator,
+    explain,
+    explained_by,
+    not_installed,
+    select,
+)
 from ..problem import Problem
 from .compare import difference
 from .layouts import Guarded, poisoned_memory
@@ -146,6 +154,30 @@ class Call(ABC):
         if self.out is not None and self.out.overwritten():
             return Outcome("failed", f"{self.out.overwritten()} elements beside out were written")
         return Outcome("ok")
+
+
+def allocating(
+    function: Callable[..., torch.Tensor], place: Callable[..., torch.Tensor]
+) -> Callable[..., torch.Tensor]:
+    """`function(out, ...)`, which writes a given tensor, as one whose `out` may be left out.
+
+    `place(**arguments)` makes the `out` of such a call, filled with what shows where it was not
+    written; it must take arguments that `function` will refuse. `explain` takes the result too.
+    """
+
+    def call(
+        *, out: torch.Tensor | None = None, backend: str = "auto", **arguments: Any
+    ) -> torch.Tensor:
+        out = place(**arguments) if out is None else out
+        return function(out, **arguments, backend=backend)
+
+    def describe(*, out: torch.Tensor | None = None, **arguments: Any) -> Any:
+        given = {k: v for k, v in arguments.items() if k not in ("backend", "arch")}
+        out = place(**given) if out is None else out
+        return _DESCRIBERS[function](out, **arguments)
+
+    call.__name__ = function.__name__
+    return explained_by(describe)(call)
 
 
 def _tuple(results: Any) -> tuple[torch.Tensor, ...]:
