@@ -33,7 +33,7 @@ def test_every_folder_is_an_operator() -> None:
 
 
 def test_every_public_function_has_a_sample() -> None:
-    assert uncovered() == [], "add a Sample to tests/contract/samples.py"
+    assert uncovered() == [], "add a Sample to tests/contract/samples"
 
 
 def test_a_missing_sample_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,112 +1,16 @@
-"""How to call each operator: one Sample a public function. A new operator adds one entry here.
-
-The tests in this folder know nothing about an operator but what its sample tells.
-"""
+"""The INT8 family: int8_gemm and the quantizer of groups."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 import farro
-from farro.catalogue import OPERATORS, operator_named
-from farro.dispatch import Operator
 from farro.formats.int8_group import group_count
 from farro.problem import Problem
-from farro.testing import LAYOUTS, assert_bit_equal
 
-FLOATS = (torch.float16, torch.bfloat16, torch.float32)
-
-
-@dataclass(frozen=True)
-class Argument:
-    """One tensor argument: what the contract says of it."""
-
-    dtypes: tuple[torch.dtype, ...]
-    # the dimension that counts rows (tokens), where results have one of their own for each of them
-    rows: int | None = None
-    required: bool = True
-    layouts: tuple[str, ...] = tuple(LAYOUTS)  # views that are read in place
-    any_shape: bool = False  # no other argument fixes its sizes or their number
-
-
-@dataclass(frozen=True)
-class Sample:
-    """How the contract tests call one public function.
-
-    `make(generator, **options)` gives its keyword arguments on the CPU, `backend` left out.
-    `variants` and `empties` are options by name; the first variant also serves where one is enough.
-    Options `m` (rows) and `exact=True` (results that agree bit for bit on all back ends) are known
-    to every `make`; `sizes` are options (n, k, ...) whose values may be any positive int.
-    """
-
-    name: str  # the public function
-    operator: str
-    function: Callable[..., Any]
-    make: Callable[..., dict[str, Any]]
-    arguments: Mapping[str, Argument]
-    variants: Mapping[str, dict[str, Any]]
-    empties: Mapping[str, dict[str, Any]]
-    empty_result: Callable[[dict[str, Any]], tuple[torch.Tensor, ...]]
-    sizes: tuple[str, ...] = ()
-    out: Callable[[dict[str, Any]], tuple[tuple[int, ...], torch.dtype]] | None = None
-    # arguments that are wrong in a way of their own: what changes, the error, words it must hold
-    wrong: Mapping[str, tuple[dict[str, Any], type[Exception], tuple[str, ...]]] = field(
-        default_factory=dict
-    )
-    # (back end, problem) that the specification says must run, on an architecture that can
-    required: Callable[[str, Problem], bool] = lambda backend, problem: backend == "reference"
-    compare: Callable[[torch.Tensor, torch.Tensor, str], None] = assert_bit_equal
-    kernels: bool = True  # False: plain torch operators, no back ends to choose from
-    records_grad: bool = True  # False: results are integers, or all written to a given tensor
-    out_layouts: tuple[str, ...] = tuple(LAYOUTS)
-    # (M, N, K) for farro.warmup to compile what a call needs
-    warm_shape: Callable[[dict[str, Any]], tuple[int, int, int]] | None = None
-
-    @property
-    def catalogued(self) -> Operator:
-        return operator_named(self.operator)
-
-    @property
-    def out_layout(self) -> str:
-        """One in which to look for writes beside `out`."""
-        return "columns" if "columns" in self.out_layouts else "offset"
-
-    def inputs(
-        self, generator: torch.Generator, device: Any = "cpu", **options: Any
-    ) -> dict[str, Any]:
-        """Keyword arguments of one call, tensors on `device`."""
-        made = self.make(generator, **options)
-        return {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in made.items()}
-
-    def first(self, generator: torch.Generator, device: Any = "cpu", **options: Any) -> Any:
-        """Inputs of the first variant, with some of its options replaced."""
-        return self.inputs(generator, device, **{**next(iter(self.variants.values())), **options})
-
-    def present(self, inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
-        """The tensor arguments of a call, by name."""
-        return {name: inputs[name] for name in self.arguments if inputs.get(name) is not None}
-
-
-def tensors(result: Any) -> tuple[torch.Tensor, ...]:
-    """What a function returned, as a tuple."""
-    return (result,) if isinstance(result, torch.Tensor) else tuple(result)
-
-
-def _randint(generator: torch.Generator, *shape: int) -> torch.Tensor:
-    return torch.randint(-128, 128, shape, dtype=torch.int8, generator=generator)
-
-
-def _signed_scales(generator: torch.Generator, *shape: int) -> torch.Tensor:
-    """Of both signs and of many magnitudes, some of them zero."""
-    scale = torch.randn(shape, generator=generator) * torch.exp(
-        2 * torch.randn(shape, generator=generator)
-    )
-    return torch.where(torch.rand(shape, generator=generator) < 0.05, 0.0, scale)
-
+from .sample import FLOATS, Argument, Sample, randint, signed_scales
 
 # --- int8_gemm -----------------------------------------------------------------------------------
 
@@ -122,13 +26,13 @@ def _int8_gemm(
     packed: bool = False,
     exact: bool = True,
 ) -> dict[str, Any]:
-    weight = _randint(generator, n, k)
+    weight = randint(generator, n, k)
     groups = group_count(k, group_size)
     inputs = {
-        "a": _randint(generator, m, k),
+        "a": randint(generator, m, k),
         "b": farro.int8.pack_groups(weight, group_size).transpose(1, 2) if packed else weight.T,
-        "scale_a": _signed_scales(generator, m, groups),
-        "scale_b": _signed_scales(generator, groups, n),
+        "scale_a": signed_scales(generator, m, groups),
+        "scale_b": signed_scales(generator, groups, n),
         "group_size": group_size,
         "output_dtype": dtype,
     }
@@ -294,9 +198,9 @@ def _dequantize(generator: torch.Generator, **options: Any) -> dict[str, Any]:
     dtype = options.pop("dtype", torch.float32)
     x = _quantize(generator, **options)["x"]
     group_size = options.get("group_size", 64)
-    scale = _signed_scales(generator, *x.shape[:-1], group_count(x.shape[-1], group_size))
+    scale = signed_scales(generator, *x.shape[:-1], group_count(x.shape[-1], group_size))
     return {
-        "q": _randint(generator, *x.shape),
+        "q": randint(generator, *x.shape),
         "scale": scale,
         "group_size": group_size,
         "dtype": dtype,
@@ -335,14 +239,3 @@ DEQUANTIZE_INT8_GROUPS = Sample(
 
 
 SAMPLES = (INT8_GEMM, QUANTIZE_INT8_GROUPS, DEQUANTIZE_INT8_GROUPS)
-
-# public functions that answer questions about a call and compute nothing
-QUESTIONS = ("get_kernel_config",)
-
-
-def uncovered() -> list[str]:
-    """Public functions of the catalogue that have no sample, and operators without any."""
-    covered = {sample.name for sample in SAMPLES} | set(QUESTIONS)
-    missing = [f for operator in OPERATORS for f in operator.functions if f not in covered]
-    sampled = {sample.operator for sample in SAMPLES if sample.kernels}
-    return missing + [operator.name for operator in OPERATORS if operator.name not in sampled]

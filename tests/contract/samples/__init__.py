@@ -1,0 +1,26 @@
+"""How to call each operator: one Sample a public function, one file a family.
+
+The tests in this folder know nothing about an operator but what its sample tells.
+"""
+
+from __future__ import annotations
+
+from farro.catalogue import OPERATORS
+
+from . import int8
+from .sample import Argument, Sample, tensors
+
+__all__ = ["Argument", "QUESTIONS", "SAMPLES", "Sample", "tensors", "uncovered"]
+
+SAMPLES = (*int8.SAMPLES,)
+
+# public functions that answer questions about a call and compute nothing
+QUESTIONS = ("get_kernel_config",)
+
+
+def uncovered() -> list[str]:
+    """Public functions of the catalogue that have no sample, and operators without any."""
+    covered = {sample.name for sample in SAMPLES} | set(QUESTIONS)
+    missing = [f for operator in OPERATORS for f in operator.functions if f not in covered]
+    sampled = {sample.operator for sample in SAMPLES if sample.kernels}
+    return missing + [operator.name for operator in OPERATORS if operator.name not in sampled]
