@@ -16,22 +16,33 @@ _NAMES = {
     "get_kernel_config": "ops.int8_gemm",
     "quantize_int8_groups": "ops.int8_quantize",
     "dequantize_int8_groups": "ops.int8_quantize",
+    "quantize_fp8_per_tensor": "ops.fp8_quantize",
+    "quantize_fp8_per_row": "ops.fp8_quantize",
+    "quantize_fp8_1x128": "ops.fp8_quantize",
+    "quantize_fp8_128x128": "ops.fp8_quantize",
+    "dequantize_fp8": "ops.fp8_quantize",
     "quantize_": "quantize",
     "explain": "dispatch",
     "is_available": "dispatch",
     "warmup": "warming",
     "UnsupportedError": "errors",
 }
-_MODULES = ("int8", "nn")
+_MODULES = ("fp8", "int8", "nn")
 
 __all__ = ["__version__", *_NAMES, *_MODULES]
 
 if TYPE_CHECKING:
+    from . import fp8 as fp8
     from . import int8 as int8
     from . import nn as nn
     from .dispatch import explain as explain
     from .dispatch import is_available as is_available
     from .errors import UnsupportedError as UnsupportedError
+    from .ops.fp8_quantize import dequantize_fp8 as dequantize_fp8
+    from .ops.fp8_quantize import quantize_fp8_1x128 as quantize_fp8_1x128
+    from .ops.fp8_quantize import quantize_fp8_128x128 as quantize_fp8_128x128
+    from .ops.fp8_quantize import quantize_fp8_per_row as quantize_fp8_per_row
+    from .ops.fp8_quantize import quantize_fp8_per_tensor as quantize_fp8_per_tensor
     from .ops.int8_gemm import get_kernel_config as get_kernel_config
     from .ops.int8_gemm import int8_gemm as int8_gemm
     from .ops.int8_quantize import dequantize_int8_groups as dequantize_int8_groups

@@ -46,6 +46,7 @@ class Launcher:
     rest: tuple[Any, ...]
     options: dict[str, Any]
     descriptors: tuple[Callable[[torch.Tensor], Any] | None, ...]
+    fp8_as_bytes: bool = False  # below SM89 Triton refuses even a pointer to e4m3
     _fire: Callable[[int, Sequence[Any]], None] | None = field(default=None, repr=False)
     _encoded: dict[tuple[int, int], list[Any]] = field(default_factory=dict, repr=False)
 
@@ -87,10 +88,11 @@ class Launcher:
         self._fire = _direct(compiled, self.grid)
 
     def _args(self, tensors: Sequence[torch.Tensor | None]) -> list[Any]:
-        made = [
-            tensor if descriptor is None or tensor is None else descriptor(tensor)
-            for tensor, descriptor in zip(tensors, self.descriptors)
-        ]
+        made: list[Any] = []
+        for tensor, descriptor in zip(tensors, self.descriptors):
+            if self.fp8_as_bytes and tensor is not None and tensor.dtype is torch.float8_e4m3fn:
+                tensor = tensor.view(torch.uint8)
+            made.append(tensor if descriptor is None or tensor is None else descriptor(tensor))
         return [*made, *self.rest]
 
     def _encode(self, address: tuple[int, int], tensor: torch.Tensor) -> list[Any]:

@@ -40,6 +40,12 @@ def _devices(kernel: Kernel | None, cuda_only: bool) -> list[str]:
     return here + ([] if "cpu" in needs else ["cuda"])
 
 
+def _label(sample: Sample, kernel: Kernel) -> str:
+    """The kernel, and the function too where an operator has several."""
+    functions = [other for other in SAMPLES if other.operator == sample.operator and other.kernels]
+    return kernel.name if len(functions) == 1 else f"{kernel.name}-{sample.name}"
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """`sample` alone: every sample; with `kernel` (as by `run`): each kernel, where it can run.
 
@@ -64,7 +70,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         for kernel in kernels if "kernel" in names else (None,):
             for device in _devices(kernel, "cuda_only" in used) if "device" in names else ("cpu",):
                 values = {"sample": sample, "kernel": kernel, "device": device}
-                label = sample.name if kernel is None else kernel.name
+                label = sample.name if kernel is None else _label(sample, kernel)
                 marks = [pytest.mark.gpu] if device == "cuda" else []
                 case_id = f"{label}-{device}" if "device" in names else label
                 cases.append(pytest.param(*(values[n] for n in names), id=case_id, marks=marks))

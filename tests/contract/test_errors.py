@@ -155,7 +155,10 @@ def test_sparse_layouts(sample, generator) -> None:
     inputs = sample.first(generator)
     for name, tensor in sample.present(inputs).items():
         if tensor.dim() == 2:
-            changes = {name: tensor.to_sparse()}
+            # to_sparse() looks for zeros, which torch cannot do in FP8
+            place, value = torch.zeros(2, 1, dtype=torch.int64), torch.ones(1).to(tensor.dtype)
+            sparse = torch.sparse_coo_tensor(place, value, tensor.shape, check_invariants=True)
+            changes = {name: sparse}
             _refuses(sample, inputs, changes, ValueError, name, "sparse", "to_dense")
 
 

@@ -25,12 +25,14 @@ from .compare import (
     far_from_exact,
     first_mismatch,
 )
+from .fp8_quantize import Fp8QuantizeCase, fp8_quantize_cases
 from .int8_gemm import GemmCase, int8_gemm_cases
 from .int8_quantize import QuantizeCase, quantize_cases
 from .layouts import LAYOUTS, Guarded, guarded, laid_out, poisoned_memory
 
 # operator -> its cases; an operator without a row has none for `farro verify` to run
 CASES: dict[str, Callable[[], Sequence[Case]]] = {
+    "fp8_quantize": fp8_quantize_cases,
     "int8_gemm": int8_gemm_cases,
     "int8_quantize": quantize_cases,
 }
@@ -42,6 +44,7 @@ __all__ = [
     "FP32_SUM",
     "FP8_FAST_SUM",
     "FP8_PROMOTED_SUM",
+    "Fp8QuantizeCase",
     "GemmCase",
     "Guarded",
     "LAYOUTS",
@@ -53,6 +56,7 @@ __all__ = [
     "difference",
     "far_from_exact",
     "first_mismatch",
+    "fp8_quantize_cases",
     "guarded",
     "int8_gemm_cases",
     "laid_out",

@@ -58,6 +58,7 @@ class Sample:
     kernels: bool = True  # False: plain torch operators, no back ends to choose from
     records_grad: bool = True  # False: results are integers, or all written to a given tensor
     out_layouts: tuple[str, ...] = tuple(LAYOUTS)
+    graphs: int = 3  # of torch.compile at most, whatever the number of rows
     # (M, N, K) for farro.warmup to compile what a call needs
     warm_shape: Callable[[dict[str, Any]], tuple[int, int, int]] | None = None
 
