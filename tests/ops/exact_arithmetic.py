@@ -1,4 +1,4 @@
-"""IEEE 754 rounding and the INT8 formulas in rational numbers: no torch, no NumPy, no float.
+"""IEEE 754 rounding and the INT8 and FP8 formulas in rational numbers: no torch, NumPy or float.
 
 Every result is computed exactly as a Fraction and rounded once to the format's grid, so it shares
 nothing with the library that it judges.
@@ -10,7 +10,12 @@ import math
 from fractions import Fraction
 
 # format -> bits of the significand, exponent of the smallest normal, exponent of the largest
-FORMATS = {"float32": (24, -126, 127), "float16": (11, -14, 15), "bfloat16": (8, -126, 127)}
+FORMATS = {
+    "float32": (24, -126, 127),
+    "float16": (11, -14, 15),
+    "bfloat16": (8, -126, 127),
+    "e4m3": (4, -6, 8),  # its largest number is 448, less than this grid's 480
+}
 
 
 def rounded(x: Fraction, form: str = "float32", negative: bool = False) -> float:
@@ -75,3 +80,29 @@ def quantized_group(values: list[float]) -> tuple[list[int], float]:
     scale = max(rounded(Fraction(largest) / 127), floor)
     codes = [round(Fraction(rounded(Fraction(v) / Fraction(scale)))) for v in wide]
     return [max(-127, min(127, code)) for code in codes], scale
+
+
+def e4m3_code(value: float) -> int:
+    """The byte of a number that E4M3 holds exactly; NaN is 0x7f."""
+    if math.isnan(value):
+        return 0x7F
+    magnitude = Fraction(abs(value))
+    exponent = max(math.frexp(float(magnitude))[1] - 1, -6) if magnitude else -6
+    steps = magnitude / Fraction(2) ** (exponent - 3)
+    assert steps.denominator == 1 and steps < 16 and magnitude <= 448
+    # a normal number's steps are 8 to 15: the 8 is the leading bit, and adds 1 to the exponent
+    return (0x80 if sign(value) else 0) | ((exponent + 6) * 8 + int(steps))
+
+
+def quantized_fp8_group(values: list[float]) -> tuple[list[int], float]:
+    """Codes and scale of one group of float64 values, each rounded to float32 first."""
+    wide = [v if not math.isfinite(v) else rounded(Fraction(v), negative=sign(v)) for v in values]
+    if any(map(math.isnan, wide)):
+        return [0x7F] * len(wide), math.nan
+    largest = max(map(abs, wide))
+    if math.isinf(largest):
+        return [0x7F] * len(wide), math.inf
+    scale = max(rounded(Fraction(largest) / 448), rounded(Fraction(1e-12)))
+    inverse = rounded(1 / Fraction(scale))
+    clamped = [max(-448.0, min(448.0, product(v, inverse))) for v in wide]
+    return [e4m3_code(rounded(Fraction(v), "e4m3", sign(v))) for v in clamped], scale
