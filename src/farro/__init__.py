@@ -27,7 +27,7 @@ _NAMES = {
     "warmup": "warming",
     "UnsupportedError": "errors",
 }
-_MODULES = ("fp8", "int8", "nn")
+_MODULES = ("fp8", "int8", "nn", "nvfp4")
 
 __all__ = ["__version__", *_NAMES, *_MODULES]
 
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from . import fp8 as fp8
     from . import int8 as int8
     from . import nn as nn
+    from . import nvfp4 as nvfp4
     from .dispatch import explain as explain
     from .dispatch import is_available as is_available
     from .errors import UnsupportedError as UnsupportedError

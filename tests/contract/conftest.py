@@ -30,6 +30,8 @@ _FILTERS: dict[str, Callable[[Sample], bool]] = {
         for a in sample.arguments.values()
     ),
     "records_grad": lambda sample: sample.records_grad,
+    "is_forward": lambda sample: not sample.load_time,
+    "takes_non_finite": lambda sample: not sample.refuses_non_finite,
 }
 
 
@@ -105,6 +107,16 @@ def has_rows() -> None:
 @pytest.fixture
 def has_float_rows() -> None:
     """Only functions of rows of floating point."""
+
+
+@pytest.fixture
+def is_forward() -> None:
+    """Not functions of load time: no configurations to choose from, no rows that come and go."""
+
+
+@pytest.fixture
+def takes_non_finite() -> None:
+    """Not functions that check values."""
 
 
 @pytest.fixture

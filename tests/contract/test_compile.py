@@ -74,7 +74,7 @@ def counting():
 @pytest.mark.parametrize("dynamic", [None, True], ids=["automatic", "dynamic"])
 @pytest.mark.parametrize("order", [ROWS, (1, 2, 3, 17, 64, 0, 1000)], ids=["0 first", "0 late"])
 def test_scenario_12_rows_in_three_graphs(
-    dynamic, order, sample, device, generator, counting
+    dynamic, order, sample, is_forward, device, generator, counting
 ) -> None:
     compiled = torch.compile(
         lambda inputs: sample.function(**inputs),

@@ -101,7 +101,7 @@ def test_scenario_18_each_dtype(dtype, sample, generator) -> None:
     inputs = sample.first(generator)
     for name, tensor in sample.present(inputs).items():
         argument = sample.arguments[name]
-        other = torch.zeros(tensor.shape, dtype=torch.uint8).to(dtype)
+        other = torch.full(tensor.shape, argument.fill, dtype=torch.uint8).to(dtype)
         if dtype in argument.dtypes:
             sample.function(**{**inputs, name: other})
             continue

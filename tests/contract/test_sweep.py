@@ -46,7 +46,7 @@ def _thresholds(sample, kernel, inputs: dict[str, Any]) -> list[int]:
 
 @pytest.mark.parametrize("sizes", [(70, 304), (128, 512)], ids=str)
 def test_scenario_10_thresholds_of_m(
-    sizes, run, accepted, refused, sample, has_rows, kernel, device
+    sizes, run, accepted, refused, sample, has_rows, is_forward, kernel, device
 ) -> None:
     """One side and the other of each threshold; rows do not depend on M, so one result serves."""
     options = dict(zip(("n", "k"), sizes))

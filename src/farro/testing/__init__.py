@@ -29,12 +29,14 @@ from .fp8_quantize import Fp8QuantizeCase, fp8_quantize_cases
 from .int8_gemm import GemmCase, int8_gemm_cases
 from .int8_quantize import QuantizeCase, quantize_cases
 from .layouts import LAYOUTS, Guarded, guarded, laid_out, poisoned_memory
+from .nvfp4_weights import WeightCase, weight_cases
 
 # operator -> its cases; an operator without a row has none for `farro verify` to run
 CASES: dict[str, Callable[[], Sequence[Case]]] = {
     "fp8_quantize": fp8_quantize_cases,
     "int8_gemm": int8_gemm_cases,
     "int8_quantize": quantize_cases,
+    "nvfp4_weights": weight_cases,
 }
 
 __all__ = [
@@ -51,6 +53,7 @@ __all__ = [
     "Mismatch",
     "Outcome",
     "QuantizeCase",
+    "WeightCase",
     "assert_bit_equal",
     "assert_close_to_exact",
     "difference",
@@ -62,4 +65,5 @@ __all__ = [
     "laid_out",
     "poisoned_memory",
     "quantize_cases",
+    "weight_cases",
 ]

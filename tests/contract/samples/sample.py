@@ -26,6 +26,12 @@ class Argument:
     required: bool = True
     layouts: tuple[str, ...] = tuple(LAYOUTS)  # views that are read in place
     any_shape: bool = False  # no other argument fixes its sizes or their number
+    fill: int = 0  # a value that is legal everywhere
+
+
+def _not_finite(results: tuple[torch.Tensor, ...]) -> bool:
+    floats = [r for r in results if r.dtype.is_floating_point]
+    return any(not r.float().isfinite().all() for r in floats)
 
 
 @dataclass(frozen=True)
@@ -57,6 +63,10 @@ class Sample:
     compare: Callable[[torch.Tensor, torch.Tensor, str], None] = assert_bit_equal
     kernels: bool = True  # False: plain torch operators, no back ends to choose from
     records_grad: bool = True  # False: results are integers, or all written to a given tensor
+    load_time: bool = False  # called once, by nothing but the reference
+    refuses_non_finite: bool = False  # a check of values, of what is done at load time
+    # whether results of a row that is not finite tell it
+    shows_non_finite: Callable[[tuple[torch.Tensor, ...]], bool] = _not_finite
     out_layouts: tuple[str, ...] = tuple(LAYOUTS)
     graphs: int = 3  # of torch.compile at most, whatever the number of rows
     # (M, N, K) for farro.warmup to compile what a call needs
