@@ -21,6 +21,8 @@ _NAMES = {
     "quantize_fp8_1x128": "ops.fp8_quantize",
     "quantize_fp8_128x128": "ops.fp8_quantize",
     "dequantize_fp8": "ops.fp8_quantize",
+    "fp8_blockwise_linear_bf16": "ops.fp8_blockwise_linear",
+    "fp8_blockwise_swiglu_quantize_fp8": "ops.fp8_swiglu_quantize",
     "quantize_": "quantize",
     "explain": "dispatch",
     "is_available": "dispatch",
@@ -39,11 +41,15 @@ if TYPE_CHECKING:
     from .dispatch import explain as explain
     from .dispatch import is_available as is_available
     from .errors import UnsupportedError as UnsupportedError
+    from .ops.fp8_blockwise_linear import fp8_blockwise_linear_bf16 as fp8_blockwise_linear_bf16
     from .ops.fp8_quantize import dequantize_fp8 as dequantize_fp8
     from .ops.fp8_quantize import quantize_fp8_1x128 as quantize_fp8_1x128
     from .ops.fp8_quantize import quantize_fp8_128x128 as quantize_fp8_128x128
     from .ops.fp8_quantize import quantize_fp8_per_row as quantize_fp8_per_row
     from .ops.fp8_quantize import quantize_fp8_per_tensor as quantize_fp8_per_tensor
+    from .ops.fp8_swiglu_quantize import (
+        fp8_blockwise_swiglu_quantize_fp8 as fp8_blockwise_swiglu_quantize_fp8,
+    )
     from .ops.int8_gemm import get_kernel_config as get_kernel_config
     from .ops.int8_gemm import int8_gemm as int8_gemm
     from .ops.int8_quantize import dequantize_int8_groups as dequantize_int8_groups

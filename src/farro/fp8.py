@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .ops.fp8_blockwise_linear import fp8_blockwise_linear_bf16
 from .ops.fp8_quantize import (
     dequantize_fp8,
     quantize_fp8_1x128,
@@ -9,9 +10,12 @@ from .ops.fp8_quantize import (
     quantize_fp8_per_row,
     quantize_fp8_per_tensor,
 )
+from .ops.fp8_swiglu_quantize import fp8_blockwise_swiglu_quantize_fp8
 
 __all__ = [
     "dequantize_fp8",
+    "fp8_blockwise_linear_bf16",
+    "fp8_blockwise_swiglu_quantize_fp8",
     "quantize_fp8_128x128",
     "quantize_fp8_1x128",
     "quantize_fp8_per_row",

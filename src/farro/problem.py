@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -26,6 +27,16 @@ class TensorSpec:
         address = 0 if tensor.device.type == "meta" else tensor.data_ptr()
         align = min(address & -address, MAX_ALIGN) if address else MAX_ALIGN
         return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype, align)
+
+
+def kind_of(tensor: torch.Tensor | None) -> Any:
+    """All of a tensor that a choice of kernel may depend on, cheaper to make than a TensorSpec."""
+    if tensor is None:
+        return None
+    if tensor.layout != torch.strided:
+        return tensor.layout  # no address: the checks refuse it
+    address = tensor.data_ptr() & (MAX_ALIGN - 1)
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, address
 
 
 @dataclass(frozen=True)

@@ -43,11 +43,50 @@ def _quantize(m: int, n: int | None, k: int, dtype: Any, group_size: int, **keyw
     return explain(quantize_int8_groups, x, group_size, **keywords)
 
 
+def _fp8_blockwise(
+    m: int, n: int | None, k: int, dtype: Any, group_size: int, **keywords: Any
+) -> Any:
+    import torch
+
+    from .. import explain, fp8_blockwise_linear_bf16
+
+    if dtype is not torch.bfloat16:
+        raise ValueError("fp8_blockwise_linear_bf16 gives bfloat16: leave out --dtype")
+    operands = _fp8_operands("fp8_blockwise_linear_bf16", m, n, k, 1)
+    return explain(fp8_blockwise_linear_bf16, *operands, **keywords)
+
+
+def _fp8_swiglu(m: int, n: int | None, k: int, dtype: Any, group_size: int, **keywords: Any) -> Any:
+    from .. import explain, fp8_blockwise_swiglu_quantize_fp8
+
+    operands = _fp8_operands("fp8_blockwise_swiglu_quantize_fp8", m, n, k, 2)
+    return explain(fp8_blockwise_swiglu_quantize_fp8, *operands, **keywords)
+
+
+def _fp8_operands(function: str, m: int, n: int | None, k: int, matrices: int) -> Any:
+    """FP8 operands with block scales; `matrices` of N rows joined to one weight."""
+    import torch
+
+    from ..formats.fp8 import E4M3, blocks
+
+    if n is None:
+        raise ValueError(f"{function} needs --n, the columns of the result")
+    input_scale = torch.empty(m, blocks(k), dtype=torch.float32, device="meta")
+    weight_scale = torch.empty(matrices * blocks(n), blocks(k), dtype=torch.float32, device="meta")
+    x = torch.empty(m, k, dtype=E4M3, device="meta")
+    weight = torch.empty(matrices * n, k, dtype=E4M3, device="meta")
+    return x, weight, input_scale, weight_scale
+
+
 # public function -> its Explanation for sizes; the operator's name serves as well
 _OPERATORS: dict[str, Callable[..., Any]] = {
     "int8_gemm": _int8_gemm,
     "quantize_int8_groups": _quantize,
     "int8_quantize": _quantize,
+    "fp8_blockwise_linear_bf16": _fp8_blockwise,
+    "fp8_blockwise_linear": _fp8_blockwise,
+    "fp8_blockwise_swiglu_quantize_fp8": _fp8_swiglu,
+    "fp8_swiglu_quantize": _fp8_swiglu,
 }
 
 
@@ -55,7 +94,7 @@ _LARGEST = 1 << 30  # a matrix of two such sizes still has a size in bytes, as t
 
 
 def explain_command(
-    operator: Annotated[str, typer.Argument(help="int8_gemm or quantize_int8_groups.")],
+    operator: Annotated[str, typer.Argument(help="A public function, such as int8_gemm.")],
     m: Annotated[int, typer.Option(min=0, max=_LARGEST, help="Rows of the result, or of x.")],
     k: Annotated[
         int, typer.Option(min=0, max=_LARGEST, help="The dimension that is summed, or grouped.")

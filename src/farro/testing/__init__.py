@@ -25,7 +25,9 @@ from .compare import (
     far_from_exact,
     first_mismatch,
 )
+from .fp8_blockwise_linear import BlockwiseCase, blockwise_cases
 from .fp8_quantize import Fp8QuantizeCase, fp8_quantize_cases
+from .fp8_swiglu_quantize import SwigluCase, swiglu_cases
 from .int8_gemm import GemmCase, int8_gemm_cases
 from .int8_quantize import QuantizeCase, quantize_cases
 from .layouts import LAYOUTS, Guarded, guarded, laid_out, poisoned_memory
@@ -33,13 +35,16 @@ from .nvfp4_weights import WeightCase, weight_cases
 
 # operator -> its cases; an operator without a row has none for `farro verify` to run
 CASES: dict[str, Callable[[], Sequence[Case]]] = {
+    "fp8_blockwise_linear": blockwise_cases,
     "fp8_quantize": fp8_quantize_cases,
+    "fp8_swiglu_quantize": swiglu_cases,
     "int8_gemm": int8_gemm_cases,
     "int8_quantize": quantize_cases,
     "nvfp4_weights": weight_cases,
 }
 
 __all__ = [
+    "BlockwiseCase",
     "CASES",
     "Call",
     "Case",
@@ -53,9 +58,11 @@ __all__ = [
     "Mismatch",
     "Outcome",
     "QuantizeCase",
+    "SwigluCase",
     "WeightCase",
     "assert_bit_equal",
     "assert_close_to_exact",
+    "blockwise_cases",
     "difference",
     "far_from_exact",
     "first_mismatch",
@@ -65,5 +72,6 @@ __all__ = [
     "laid_out",
     "poisoned_memory",
     "quantize_cases",
+    "swiglu_cases",
     "weight_cases",
 ]

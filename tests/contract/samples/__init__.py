@@ -7,12 +7,17 @@ from __future__ import annotations
 
 from farro.catalogue import OPERATORS
 
-from . import fp8, int8, nvfp4_weights
+from . import fp8, fp8_blockwise, int8, nvfp4_weights
 from .sample import Argument, Sample, tensors
 
 __all__ = ["Argument", "QUESTIONS", "SAMPLES", "Sample", "tensors", "uncovered"]
 
-SAMPLES = (*int8.SAMPLES, *fp8.SAMPLES, *nvfp4_weights.SAMPLES)
+SAMPLES = (
+    *int8.SAMPLES,
+    *fp8.SAMPLES,
+    *fp8_blockwise.SAMPLES,
+    *nvfp4_weights.SAMPLES,
+)
 
 # public functions that answer questions about a call and compute nothing
 QUESTIONS = ("get_kernel_config",)

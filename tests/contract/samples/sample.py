@@ -54,6 +54,10 @@ class Sample:
     empty_result: Callable[[dict[str, Any]], tuple[torch.Tensor, ...]]
     sizes: tuple[str, ...] = ()
     out: Callable[[dict[str, Any]], tuple[tuple[int, ...], torch.dtype]] | None = None
+    # the same of functions with several outputs, by keyword; tests/ops covers these
+    outputs: Callable[[dict[str, Any]], dict[str, tuple[tuple[int, ...], torch.dtype]]] | None = (
+        None
+    )
     # arguments that are wrong in a way of their own: what changes, the error, words it must hold
     wrong: Mapping[str, tuple[dict[str, Any], type[Exception], tuple[str, ...]]] = field(
         default_factory=dict

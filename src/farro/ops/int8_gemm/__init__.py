@@ -13,7 +13,7 @@ from ...arch import Arch
 from ...checks import check_no_overlap
 from ...dispatch import Kernel, Operator, explained_by, remember, select
 from ...formats.int8_group import GROUP_SIZES
-from ...problem import Problem
+from ...problem import Problem, kind_of
 from . import cpu, sm90, triton
 from .checks import NAME, OUTPUT_DTYPES, check, check_arguments, contiguous_scales
 
@@ -98,16 +98,6 @@ def _describe(
 _RUNNERS: dict[Any, Any] = {}
 
 
-def _key(tensor: torch.Tensor | None) -> Any:
-    """All of a tensor that a choice of kernel may depend on."""
-    if tensor is None:
-        return None
-    if tensor.layout != torch.strided:
-        return tensor.layout  # no address: the checks refuse it
-    address = tensor.data_ptr() & 15
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, address
-
-
 def _runner(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -121,7 +111,7 @@ def _runner(
 ) -> Any:
     """The kernel and configuration for a call, checked and chosen once for each kind of call."""
     key = (
-        *(_key(a), _key(b), _key(scale_a), _key(scale_b), _key(bias), _key(out)),
+        *map(kind_of, (a, b, scale_a, scale_b, bias, out)),
         *(group_size, output_dtype, backend),
     )
     run = _RUNNERS.get(key)
