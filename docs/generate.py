@@ -160,13 +160,18 @@ def number(value: float | None) -> str:
 
 
 def _groups(rows: list[dict[str, Any]]) -> dict[tuple[Any, ...], list[dict[str, Any]]]:
-    """Rows of each (N, K, G, dtype, cold), the dense sweep aside."""
+    """Rows of each (N, K, form, dtype, cold), the dense sweep aside."""
     found: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for row in rows:
         if row["set"] != "dense":
-            key = (row.get("n"), row["k"], row["group_size"], row["dtype"], row["cold"])
+            key = (row.get("n"), row["k"], _form(row), row["dtype"], row["cold"])
             found.setdefault(key, []).append(row)
     return found
+
+
+def _form(row: dict[str, Any]) -> str:
+    """The group size, or the variant of an operator that has several forms."""
+    return row.get("variant") or f"G {row['group_size']}"
 
 
 def _times(rows: list[dict[str, Any]]) -> str:
@@ -221,10 +226,10 @@ def _ceilings(result: dict[str, Any]) -> str:
 
 def _result(name: str, device: str, result: dict[str, Any]) -> list[str]:
     lines = [f"### {name}\n", _about(result), _ceilings(result)]
-    for (n, k, g, dtype, cold), rows in _groups(result["rows"]).items():
+    for (n, k, form, dtype, cold), rows in _groups(result["rows"]).items():
         sizes = f"K = {k}" if n is None else f"N = {n}, K = {k}"
         cache = "cold caches" if cold else "warm caches"
-        lines.append(f"**{sizes}, G {g}, {dtype}, {cache}**, microseconds:\n")
+        lines.append(f"**{sizes}, {form}, {dtype}, {cache}**, microseconds:\n")
         lines += [_times(rows), f"Largest relative error: {_errors(rows)}.\n"]
         host = _host(rows)
         if host:
@@ -233,7 +238,7 @@ def _result(name: str, device: str, result: dict[str, Any]) -> list[str]:
         low, high = step["between"]
         sizes = " x ".join(str(step[s]) for s in ("n", "k") if s in step)
         lines.append(
-            f"Every M of 1 to 256 at {sizes}, G {step['group_size']}: the largest step between "
+            f"Every M of 1 to 256 at {sizes}, {_form(step)}: the largest step between "
             f"neighbours is {step['largest_step']:.2f}x (M = {low} to {high}).\n"
         )
     lines += [f"![{p}]({PLOTS}/{device}/{p})\n" for p in plot_names(name, result)]
@@ -245,15 +250,15 @@ def _result(name: str, device: str, result: dict[str, Any]) -> list[str]:
 
 def _search(name: str, result: dict[str, Any]) -> list[str]:
     """How the choice that a call makes compares with the best of a search."""
-    groups: dict[tuple[str, str, int], list[float]] = {}
+    groups: dict[tuple[str, str, str], list[float]] = {}
     for row in result["search"]:
         if row["chosen_us"]:
-            key = row["backend"], row["set"], row["group_size"]
+            key = row["backend"], row["set"], _form(row).removeprefix("G ")
             share = min(1.0, row["best_us"] / row["chosen_us"])
             groups.setdefault(key, []).append(share)
     rows = [
-        [backend, which, str(g), str(len(v)), f"{min(v):.3f}", f"{sum(v) / len(v):.3f}"]
-        for (backend, which, g), v in groups.items()
+        [backend, which, form, str(len(v)), f"{min(v):.3f}", f"{sum(v) / len(v):.3f}"]
+        for (backend, which, form), v in groups.items()
     ]
     head = ["back end", "shapes", "G", "problems", "worst", "mean"]
     text = "Speed of the configuration that a call chooses, as a share of the best in a search:\n"
@@ -315,8 +320,8 @@ def performance_summary() -> str:
 
 def _summary_rows(result: dict[str, Any]) -> list[list[str]]:
     rows = []
-    for (n, k, g, _, cold), members in _groups(result["rows"]).items():
-        if g != 256 or (n, k) not in group_size.SHAPES or not cold:
+    for (n, k, form, _, cold), members in _groups(result["rows"]).items():
+        if form != "G 256" or (n, k) not in group_size.SHAPES or not cold:
             continue
         by = {(row["m"], row["subject"]): row for row in members}
         for m in sorted({row["m"] for row in members}):
@@ -328,7 +333,12 @@ def _summary_rows(result: dict[str, Any]) -> list[list[str]]:
             peers = [r["us"] for (x, s), r in by.items() if x == m and s.startswith(scaled)]
             speedup = f"{bf16 / auto['us']:.2f}x" if bf16 else ""
             best = number(min(peers)) if peers else ""
-            cells = [f"{m}, {n}, {k}", str(g), number(auto["us"]), f"{auto['tops']:.3g}"]
+            cells = [
+                f"{m}, {n}, {k}",
+                form.removeprefix("G "),
+                number(auto["us"]),
+                f"{auto['tops']:.3g}",
+            ]
             rows.append([*cells, number(bf16), speedup, best])
     return rows
 

@@ -11,7 +11,7 @@ import importlib
 
 from .case import Adapter
 
-OPERATORS = ("int8_gemm", "int8_linear", "int8_quantize")
+OPERATORS = ("int8_gemm", "int8_linear", "int8_quantize", "fp8_quantize")
 
 
 def adapter(operator: str) -> Adapter:

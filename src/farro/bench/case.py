@@ -45,6 +45,18 @@ class Options:
     group_size: int = 256
     dtype: torch.dtype = torch.bfloat16
     peers: str = "default"  # "none", "default", "tuned"
+    variant: str = (
+        ""  # among the adapter's, for operators of several forms; they have no group size
+    )
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What a row of results tells of these, beside the dtype."""
+        return {"variant": self.variant} if self.variant else {"group_size": self.group_size}
+
+    @property
+    def text(self) -> str:
+        return self.variant or f"G{self.group_size}"
 
 
 @dataclass(frozen=True)
@@ -105,6 +117,8 @@ class Adapter:
     shapes: Mapping[str, tuple[dict[str, int], ...]]  # named sets of sizes, all dimensions but m
     rows: Mapping[str, tuple[int, ...]]  # the same names: values of m
     group_sizes: tuple[int, ...] = (256,)
+    variants: tuple[str, ...] = ()  # instead of group sizes
+    max_error: float = 2e-2  # of any right result against the truth
     ceiling: Callable[[torch.device], Subject | Missing] | None = None
     ceiling_ops: Callable[[torch.device], int] = lambda device: 0
     summary: str = ""

@@ -8,11 +8,12 @@ from typing import Any
 
 
 def _shapes(rows: Iterable[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """Rows of each (N, K, G), by the name of its file."""
+    """Rows of each (N, K, G) or (N, K, variant), by the name of its file."""
     found: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
         sizes = "x".join(str(row[name]) for name in ("n", "k") if name in row)
-        found.setdefault(f"{sizes}-g{row['group_size']}", []).append(row)
+        form = row.get("variant") or f"g{row['group_size']}"
+        found.setdefault(f"{sizes}-{form}", []).append(row)
     return found
 
 
@@ -42,7 +43,7 @@ def draw(result: dict[str, Any], directory: Path, prefix: str | None = None) -> 
     paths = []
     for name, (kind, rows) in _figures(result).items():
         path = directory / f"{prefix}{name}"
-        shape = name.rpartition("-")[0].replace("-g", ", G ")
+        shape = name.rpartition("-")[0].replace("-g", ", G ").replace("-", ", ")
         _plot(rows, f"{result['operator']} {shape}", kind, path)
         paths.append(path)
     return paths

@@ -150,14 +150,19 @@ def load(path: Path) -> dict[str, Any]:
 
 def key(row: dict[str, Any]) -> tuple[Any, ...]:
     """What makes two rows the same measurement."""
-    names = ("subject", "m", "n", "k", "group_size", "dtype", "cold")
+    names = ("subject", "m", "n", "k", "group_size", "variant", "dtype", "cold")
     return tuple(row.get(name) for name in names)
 
 
 def label(row: dict[str, Any]) -> str:
     sizes = " x ".join(str(row[name]) for name in ("m", "n", "k") if name in row)
-    group = f" G{row['group_size']}" if "group_size" in row else ""
-    return f"{row['subject']} at {sizes}{group}"
+    form = setting(row)
+    return f"{row['subject']} at {sizes}{form and ' '}{form}"
+
+
+def setting(row: dict[str, Any]) -> str:
+    """The form of the operator that a row is of: its variant, or G and its group size."""
+    return str(row.get("variant") or (f"G{row['group_size']}" if "group_size" in row else ""))
 
 
 def regressions(

@@ -223,7 +223,7 @@ def _floor_row(
 
 def _describe(session: Session, case: Case, plan: Plan, row: dict[str, Any]) -> None:
     options = case.options
-    row |= {"set": plan.group, **case.sizes, "group_size": options.group_size}
+    row |= {"set": plan.group, **case.sizes, **options.settings}
     row |= {"dtype": str(options.dtype).removeprefix("torch."), "cold": session.clock.cold}
 
 
@@ -263,15 +263,17 @@ def _host_and_graph(session: Session, subject: Subject, row: dict[str, Any]) -> 
     row["peak_bytes"] = clock.peak_bytes(subject.call) if subject.role == "farro" else None
 
 
+_OF_SWEEP = ("subject", "n", "k", "group_size", "variant", "dtype")
+
+
 def steps(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """For each dense sweep: the largest ratio of times of neighbouring m, and where it is."""
     sweeps: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for row in rows:
         if row["set"] == "dense" and row["role"] == "farro":
-            name = (row["subject"], row.get("n"), row.get("k"), row["group_size"], row["dtype"])
-            sweeps.setdefault(name, []).append(row)
+            sweeps.setdefault(tuple(row.get(name) for name in _OF_SWEEP), []).append(row)
     found = []
-    for (subject, n, k, group_size, dtype), points in sweeps.items():
+    for points in sweeps.values():
         points = sorted(points, key=lambda row: row["m"])
         pairs = [(a, b) for a, b in itertools.pairwise(points) if b["m"] == a["m"] + 1]
         if not pairs:
@@ -279,10 +281,7 @@ def steps(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         worst = max(pairs, key=lambda pair: _ratio(*pair))
         found.append(
             {
-                "subject": subject,
-                **{name: value for name, value in (("n", n), ("k", k)) if value is not None},
-                "group_size": group_size,
-                "dtype": dtype,
+                **{name: worst[0][name] for name in _OF_SWEEP if name in worst[0]},
                 "largest_step": _ratio(*worst),
                 "between": [worst[0]["m"], worst[1]["m"]],
                 "us": [worst[0]["us"], worst[1]["us"]],
@@ -297,7 +296,7 @@ def _ratio(a: dict[str, Any], b: dict[str, Any]) -> float:
 
 def _title(session: Session, plan: Plan) -> str:
     sizes = " ".join(f"{name.upper()}={value}" for name, value in plan.sizes.items())
-    return f"{session.adapter.operator} {sizes} G{plan.options.group_size} ({plan.group})"
+    return f"{session.adapter.operator} {sizes} {plan.options.text} ({plan.group})"
 
 
 def _line(row: dict[str, Any]) -> str:

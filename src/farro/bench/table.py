@@ -7,6 +7,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from .results import setting
+
 _COLUMNS = (
     *(("us", "us", "{:.1f}"), ("TOPS", "tops", "{:.4g}"), ("GB/s", "gbs", "{:.0f}")),
     *(("% floor", "floor_percent", "{:.0f}"), ("% ceiling", "ceiling_percent", "{:.0f}")),
@@ -28,7 +30,7 @@ def table(result: dict[str, Any]) -> Table:
     where = about.get("gpu") or about.get("cpu") or about["device"]
     cold = "cold" if result["settings"].get("cold") else "warm"
     grid = Table(title=f"{result['operator']} on {where}, {cold} cache, medians")
-    for name in ("M", "N", "K", "G"):
+    for name in ("M", "N", "K", "form" if any("variant" in r for r in result["rows"]) else "G"):
         grid.add_column(name, justify="right")
     grid.add_column("what")
     columns = [c for c in _COLUMNS if any(r.get(c[1]) for r in result["rows"]) or c[1] == "error"]
@@ -38,7 +40,8 @@ def table(result: dict[str, Any]) -> Table:
     for row in result["rows"]:
         if row["set"] == "dense":
             continue
-        sizes = [str(row.get(name, "")) for name in ("m", "n", "k", "group_size")]
+        sizes = [str(row.get(name, "")) for name in ("m", "n", "k")]
+        sizes.append(str(row.get("variant", row.get("group_size", ""))))
         if before is not None and sizes != before:
             grid.add_section()
         shown = [""] * 4 if sizes == before else sizes
@@ -63,7 +66,7 @@ def show(result: dict[str, Any], console: Console) -> None:
         sizes = " x ".join(str(step[name]) for name in ("n", "k") if name in step)
         low, high = step["between"]
         console.print(
-            f"{step['subject']} {sizes} G{step['group_size']}: largest step between neighbouring M "
+            f"{step['subject']} {sizes} {setting(step)}: largest step between neighbouring M "
             f"{step['largest_step']:.2f}x, M = {low} to {high} "
             f"({step['us'][0]:.1f} and {step['us'][1]:.1f} us)",
             markup=False,

@@ -15,7 +15,7 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 def bench_command(
     operator: Annotated[
-        str, typer.Argument(help="int8_gemm, int8_linear or int8_quantize")
+        str, typer.Argument(help="int8_gemm, int8_linear, int8_quantize or fp8_quantize")
     ] = "int8_gemm",
     shapes: Annotated[
         str | None,
@@ -28,6 +28,9 @@ def bench_command(
     n: Annotated[int | None, typer.Option("--n", help="N of one shape, with --k")] = None,
     k: Annotated[int | None, typer.Option("--k", help="K of one shape, with --n")] = None,
     group_size: Annotated[str, typer.Option(help="Group sizes, comma separated")] = "256",
+    variant: Annotated[
+        str, typer.Option(help="Forms of an operator that has several, comma separated, or all")
+    ] = "all",
     dtype: Annotated[str, typer.Option(help="Output dtype: bfloat16, float16, float32")] = (
         "bfloat16"
     ),
@@ -77,9 +80,7 @@ def bench_command(
         torch.cuda.set_device(where)
     found = adapter(operator)
     before = None if check is None else results.load(check)
-    options = [
-        Options(where, _group_size(text), _dtype(dtype), peers) for text in group_size.split(",")
-    ]
+    options = _options(found, Options(where, 256, _dtype(dtype), peers), group_size, variant)
     plans = _plans(found, where, shapes, (m, n, k), options, dense_m, quick)
     torch.manual_seed(0)
     session = runner.open_session(
@@ -131,6 +132,22 @@ def _plans(
         dense = dense or sets.get("given") or found.shapes["dense"]
         listed += plans.cases(found, {"dense": dense}, None, options, quick)
     return listed
+
+
+def _options(found: Any, common: Any, group_size: str, variant: str) -> list[Any]:
+    """One a form of the operator: its variants, or the group sizes."""
+    from dataclasses import replace
+
+    if not found.variants:
+        if variant != "all":
+            raise ValueError(f"--variant: {found.operator} has one form")
+        return [replace(common, group_size=_group_size(text)) for text in group_size.split(",")]
+    names = found.variants if variant == "all" else tuple(variant.split(","))
+    unknown = [name for name in names if name not in found.variants]
+    if unknown:
+        known = ", ".join(found.variants)
+        raise ValueError(f"--variant: no {unknown[0]!r} of {found.operator}; there are: {known}")
+    return [replace(common, variant=name) for name in names]
 
 
 def _group_size(text: str) -> int:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
-from ...formats.fp8 import BLOCK, NAN_CODE, inverse_of, scale_of
+from ...formats.fp8 import BLOCK, MAX, SCALE_FLOOR, encode, inverse_of
 from ...problem import Problem
 
 _BLOCK_ELEMENTS = 1 << 18  # 1 MiB of FP32, so that the passes over a block hit the L2 cache
@@ -32,27 +33,31 @@ def _floats(x: torch.Tensor) -> torch.Tensor:
     return torch.empty(x.shape, dtype=torch.float32, device="cpu").copy_(x)
 
 
-def _largest(values: torch.Tensor, dims: tuple[int, ...]) -> torch.Tensor:
+def _scale(values: torch.Tensor, dims: tuple[int, ...]) -> torch.Tensor:
+    """scale_of(max|values|) in fewer operators; a CPU divides by a number as it should."""
     # two passes: cheaper than a tensor of magnitudes, and than torch.aminmax along a dimension
-    return torch.maximum(values.amax(dims), values.amin(dims).neg_())
+    largest = torch.maximum(values.amax(dims), values.amin(dims).neg_())
+    return largest.div_(MAX).clamp_min_(SCALE_FLOOR)
 
 
-def _write(values: torch.Tensor, scale: torch.Tensor, q: torch.Tensor) -> None:
-    """q <- codes of values (overwritten), under a scale that broadcasts to them."""
-    # no clamp: 1/scale is at most (448 / max|x|) (1 + 2^-22), so no product rounds past 448
-    values.mul_(inverse_of(scale))
-    q.copy_(values)
-    if not bool(torch.isfinite(scale).all()):
-        q.view(torch.uint8).masked_fill_(values.isnan(), NAN_CODE)
+def _write(
+    values: torch.Tensor, scale: torch.Tensor, codes: torch.Tensor, out: torch.Tensor
+) -> None:
+    """out <- scale, codes <- those of values (overwritten), to which `scale` broadcasts."""
+    if bool(torch.isfinite(scale).all()):
+        # no clamp: 1/scale is at most (448 / max|x|) (1 + 2^-22), so no product rounds past 448
+        codes.copy_(values.mul_(scale.reciprocal()))
+    else:
+        codes.copy_(encode(values.mul_(inverse_of(scale))))
+        scale = scale.masked_fill(scale.isnan(), math.nan)  # whatever its sign and payload
+    out.copy_(scale.view(out.shape))
 
 
 def _rows(x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, width: int) -> None:
     """x, q [rows, K] with K a multiple of width; scale [rows, K / width]."""
-    rows, k = x.shape
-    values = _floats(x).view(rows, k // width, width)
-    s = scale_of(_largest(values, (2,)))
-    scale.copy_(s)
-    _write(values, s.unsqueeze(-1), q.view(rows, k // width, width))
+    shape = (x.shape[0], x.shape[1] // width, width)
+    values = _floats(x).view(shape)
+    _write(values, _scale(values, (2,)).unsqueeze(-1), q.view(shape), scale)
 
 
 def _squares(x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, height: int) -> None:
@@ -64,10 +69,9 @@ def _squares(x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, height: int)
             continue
         shape = (rows // height, height, -1, width)
         values = _floats(x[:, columns]).view(shape)
-        s = scale_of(_largest(values, (1, 3)))
-        scale[:, columns.start // BLOCK : -(-columns.stop // BLOCK)] = s
-        codes = q[:, columns].view(shape)
-        _write(values, s[:, None, :, None], codes)
+        s = _scale(values, (1, 3))[:, None, :, None]
+        squares = slice(columns.start // BLOCK, -(-columns.stop // BLOCK))
+        _write(values, s, q[:, columns].view(shape), scale[:, squares])
 
 
 def _block(x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, kind: str) -> None:
@@ -91,18 +95,20 @@ def _block(x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, kind: str) -> 
 
 def run(config: Config, x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, kind: str) -> None:
     codes = q.view(-1, x.shape[-1])
+    blocks = list(_row_blocks(x, config.rows))
     if kind == "per_tensor":
-        largest = [_largest(block, (0, 1)).float() for _, block in _row_blocks(x, config.rows)]
-        scale.copy_(scale_of(torch.stack(largest).amax()))
-    for first, block in _row_blocks(x, config.rows):
+        s = torch.stack([_scale(_floats(block), (0, 1)) for _, block in blocks]).amax()
+        for first, block in blocks:
+            _write(_floats(block), s, codes[first : first + block.shape[0]], scale)
+        return
+    scales = scale.view(-1, scale.shape[-1])
+    for first, block in blocks:
         here = slice(first, first + block.shape[0])
-        if kind == "per_tensor":
-            _write(_floats(block), scale, codes[here])
-        elif kind == "128x128":
+        if kind == "128x128":
             squares = slice(here.start // BLOCK, -(-here.stop // BLOCK))
-            _block(block, codes[here], scale[squares], kind)
+            _block(block, codes[here], scales[squares], kind)
         else:
-            _block(block, codes[here], scale.view(-1, scale.shape[-1])[here], kind)
+            _block(block, codes[here], scales[here], kind)
 
 
 def _row_blocks(x: torch.Tensor, rows: int) -> Iterator[tuple[int, torch.Tensor]]:
