@@ -135,6 +135,14 @@ class TestExplain:
         assert found["tensors"]["x"]["dtype"] == "float64"
         assert found["chosen"] == "int8_quantize.cpu"
 
+    @pytest.mark.parametrize("kind", ("per_tensor", "per_row", "1x128", "128x128"))
+    def test_fp8_quantizers(self, kind):
+        options = ("--m", "5", "--k", "300", "--arch", "cpu", "--json")
+        found = json.loads(run("explain", f"quantize_fp8_{kind}", *options).stdout)
+        assert found["operator"] == "fp8_quantize" and found["params"]["kind"] == kind
+        assert found["tensors"]["x"]["dtype"] == "bfloat16"
+        assert found["chosen"] == "fp8_quantize.cpu"
+
     def test_this_machine_is_the_default(self):
         found = json.loads(run("explain", "int8_gemm", *SIZES, "--json").stdout)
         arch = "cpu"
@@ -162,6 +170,7 @@ class TestExplain:
             (("int8_gemm", "--m", "8", "--n", "8"), ["--k"]),
             (("int8_gemm", "--m", "8", "--k", "8"), ["int8_gemm needs --n"]),
             (("quantize_int8_groups", *SIZES), ["leave out --n"]),
+            (("quantize_fp8_1x128", *SIZES), ["leave out --n"]),
             (("int4_gemm", *SIZES), ["'int4_gemm'", "known: int8_gemm"]),
             (("int8_gemm", *SIZES, "--group-size", "48"), ["group_size is 48", "32, 64, 128, 256"]),
             (("int8_gemm", *SIZES, "--group-size", "0"), ["group_size is 0"]),

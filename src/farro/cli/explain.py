@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable
 from typing import Annotated, Any
@@ -43,6 +44,20 @@ def _quantize(m: int, n: int | None, k: int, dtype: Any, group_size: int, **keyw
     return explain(quantize_int8_groups, x, group_size, **keywords)
 
 
+def _fp8_quantize(
+    kind: str, m: int, n: int | None, k: int, dtype: Any, group_size: int, **keywords: Any
+) -> Any:
+    import torch
+
+    from .. import explain
+    from ..ops.fp8_quantize import FUNCTIONS
+
+    if n is not None:
+        raise ValueError(f"quantize_fp8_{kind} takes x [M,K]: leave out --n")
+    x = torch.empty(m, k, dtype=dtype, device="meta")
+    return explain(FUNCTIONS[kind], x, **keywords)
+
+
 def _fp8_blockwise(
     m: int, n: int | None, k: int, dtype: Any, group_size: int, **keywords: Any
 ) -> Any:
@@ -78,11 +93,15 @@ def _fp8_operands(function: str, m: int, n: int | None, k: int, matrices: int) -
     return x, weight, input_scale, weight_scale
 
 
+_FP8_KINDS = ("per_tensor", "per_row", "1x128", "128x128")
+
 # public function -> its Explanation for sizes; the operator's name serves as well
 _OPERATORS: dict[str, Callable[..., Any]] = {
     "int8_gemm": _int8_gemm,
     "quantize_int8_groups": _quantize,
     "int8_quantize": _quantize,
+    "fp8_quantize": functools.partial(_fp8_quantize, "1x128"),
+    **{f"quantize_fp8_{kind}": functools.partial(_fp8_quantize, kind) for kind in _FP8_KINDS},
     "fp8_blockwise_linear_bf16": _fp8_blockwise,
     "fp8_blockwise_linear": _fp8_blockwise,
     "fp8_blockwise_swiglu_quantize_fp8": _fp8_swiglu,
