@@ -23,19 +23,24 @@ _NAMES = {
     "dequantize_fp8": "ops.fp8_quantize",
     "fp8_blockwise_linear_bf16": "ops.fp8_blockwise_linear",
     "fp8_blockwise_swiglu_quantize_fp8": "ops.fp8_swiglu_quantize",
+    "dispatch_plan": "ops.moe_route",
+    "dispatch_plan_ragged": "ops.moe_route",
+    "moe_finalize": "ops.moe_route",
+    "check_routing": "ops.moe_route",
     "quantize_": "quantize",
     "explain": "dispatch",
     "is_available": "dispatch",
     "warmup": "warming",
     "UnsupportedError": "errors",
 }
-_MODULES = ("fp8", "int8", "nn", "nvfp4")
+_MODULES = ("fp8", "int8", "moe", "nn", "nvfp4")
 
 __all__ = ["__version__", *_NAMES, *_MODULES]
 
 if TYPE_CHECKING:
     from . import fp8 as fp8
     from . import int8 as int8
+    from . import moe as moe
     from . import nn as nn
     from . import nvfp4 as nvfp4
     from .dispatch import explain as explain
@@ -54,6 +59,10 @@ if TYPE_CHECKING:
     from .ops.int8_gemm import int8_gemm as int8_gemm
     from .ops.int8_quantize import dequantize_int8_groups as dequantize_int8_groups
     from .ops.int8_quantize import quantize_int8_groups as quantize_int8_groups
+    from .ops.moe_route import check_routing as check_routing
+    from .ops.moe_route import dispatch_plan as dispatch_plan
+    from .ops.moe_route import dispatch_plan_ragged as dispatch_plan_ragged
+    from .ops.moe_route import moe_finalize as moe_finalize
     from .quantize import quantize_ as quantize_
     from .warming import warmup as warmup
 

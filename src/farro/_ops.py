@@ -33,6 +33,9 @@ def _without_grad(implementation: Callable[..., Any]) -> Callable[..., Any]:
     """An operator with no autograd kernel runs in the caller's grad mode: torch's out= refuses."""
 
     def run(*args: Any) -> Any:
+        if forward_ad._current_level >= 0:  # no tangent of an input may reach what is written
+            with torch._C._AutoDispatchBelowAutograd():
+                return implementation(*args)
         if not torch.is_grad_enabled():
             return implementation(*args)
         with torch.no_grad():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .formats.gate_up import interleave_gate_up_rows
 from .formats.paired_sparsity import LAYOUT_VERSION
+from .ops.moe_route import check_routing, dispatch_plan, dispatch_plan_ragged, moe_finalize
 from .ops.nvfp4_weights import (
     compress,
     decompress,
@@ -15,10 +16,14 @@ from .ops.nvfp4_weights import (
 
 __all__ = [
     "LAYOUT_VERSION",
+    "check_routing",
     "compress",
     "decompress",
     "dequantize_weight",
+    "dispatch_plan",
+    "dispatch_plan_ragged",
     "interleave_gate_up_rows",
+    "moe_finalize",
     "prune_paired_4of8",
     "quantize_weight",
     "requantize_group16",

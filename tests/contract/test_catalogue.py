@@ -14,7 +14,7 @@ from farro.catalogue import OPERATORS, operator_named, warmers
 from farro.checks import BACKENDS
 from farro.dispatch import Kernel, Operator
 
-from .samples import QUESTIONS, uncovered
+from .samples import CHECKS, QUESTIONS, uncovered
 
 KERNELS = [(operator, kernel) for operator in OPERATORS for kernel in operator.kernels]
 by_operator = pytest.mark.parametrize("operator", OPERATORS, ids=lambda o: o.name)
@@ -140,6 +140,12 @@ def test_questions_compute_nothing() -> None:
     assert set(answers) == set(QUESTIONS)
     keys = "policy compute_capability backend kernel tile stages warps why"
     assert set(answers["get_kernel_config"]) == set(keys.split())
+
+
+def test_checks_give_nothing() -> None:
+    """They are exempt from having a sample because there is no result to compare."""
+    answers = {"check_routing": farro.check_routing(torch.zeros(2, 3, dtype=torch.int64), 4)}
+    assert answers == dict.fromkeys(CHECKS)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -9,6 +9,7 @@ from farro.arch import arch_named
 from farro.ops.int8_gemm import triton as gemm
 from farro.ops.int8_gemm import triton_configs
 from farro.ops.int8_quantize import triton as quantizer
+from farro.ops.moe_route import triton_finalize, triton_plan
 from farro.problem import Problem
 
 pytest.importorskip("triton")
@@ -116,3 +117,51 @@ def test_quantizer(dtype, arch):
         if shape[1] % group_size == 0:
             wide = "ld.global.v2.b64" if dtype is torch.float64 else "ld.global.v4.b32"
             assert wide in ptx
+
+
+PLANS = [
+    *((arch, 1024, 8192, torch.int64) for arch in ARCHS),
+    ("sm_90", 1024, 8192, torch.int32),
+    ("sm_90", None, 8192, torch.int64),
+    ("sm_80", None, 3, torch.int32),
+]
+
+
+@pytest.mark.parametrize("arch, cap, tokens, dtype", PLANS)
+def test_plans(arch, cap, tokens, dtype):
+    """No spills, the shared memory that every chip has, and ids read 16 bytes at a time."""
+    ids = meta(tokens, 8, dtype=dtype)
+    params = {"num_local_experts": 128, "cap": cap}
+    problem = Problem.of("moe_route", {"topk_ids": ids}, params, arch_named(arch))
+    rows = ids.numel() if cap is None else 128 * cap
+    sizes = ((128 + (cap is None),), (tokens, 8), (rows,), (rows,))
+    kernel, _, args, options = triton_plan.prepare(
+        triton_plan.config(problem), ids, *(meta(*s, dtype=torch.int32) for s in sizes), 0, cap
+    )
+    code = compile_only(kernel, args, options, problem.arch.capability)
+    assert code.metadata.shared <= 99 << 10
+    assert resources(code)[1] <= 64
+    if ids.numel() % 8192 == 0:
+        assert "ld.global.v4.b32" in code.asm["ptx"] or "ld.global.v2.b64" in code.asm["ptx"]
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_sums_of_rows(arch):
+    for topk, tokens, k, weights in ((8, 8192, 2048, True), (2, 33, 77, False)):
+        bf16 = torch.bfloat16
+        tensors = {
+            "fused": meta(64, 128, k, dtype=bf16),
+            "route_dest": meta(tokens, topk, dtype=torch.int32),
+            "topk_weights": meta(tokens, topk, dtype=torch.float32) if weights else None,
+            "out": meta(tokens, k, dtype=bf16),
+        }
+        problem = Problem.of("moe_finalize", tensors, {}, arch_named(arch))
+        names = ("out", "fused", "route_dest", "topk_weights")
+        kernel, _, args, options = triton_finalize.prepare(
+            triton_finalize.config(problem), *(tensors[name] for name in names)
+        )
+        code = compile_only(kernel, args, options, problem.arch.capability)
+        assert resources(code)[1] == 0
+        assert "fma.rn.f32" not in code.asm["ptx"]  # products are rounded before they are added
+        if k % 8 == 0:
+            assert "ld.global.v4.b32" in code.asm["ptx"]

@@ -11,7 +11,14 @@ import importlib
 
 from .case import Adapter
 
-OPERATORS = ("int8_gemm", "int8_linear", "int8_quantize", "fp8_quantize")
+OPERATORS = (
+    "int8_gemm",
+    "int8_linear",
+    "int8_quantize",
+    "fp8_quantize",
+    "moe_route",
+    "moe_finalize",
+)
 
 
 def adapter(operator: str) -> Adapter:

@@ -95,6 +95,32 @@ def _fp8_operands(function: str, m: int, n: int | None, k: int, matrices: int) -
 
 _FP8_KINDS = ("per_tensor", "per_row", "1x128", "128x128")
 
+
+def _plan(m: int, n: int | None, k: int, dtype: Any, group_size: int, **keywords: Any) -> Any:
+    import torch
+
+    from .. import dispatch_plan, explain
+
+    if n is None:
+        raise ValueError("dispatch_plan needs --n, the experts; --m are tokens, --k routes of each")
+    ids = torch.empty(m, k, dtype=torch.int64, device="meta")
+    return explain(dispatch_plan, ids, 0, n, max(m, 1), **keywords)
+
+
+def _finalize(m: int, n: int | None, k: int, dtype: Any, group_size: int, **keywords: Any) -> Any:
+    import torch
+
+    from .. import explain, moe_finalize
+
+    if n is None:
+        raise ValueError("moe_finalize needs --n, the routes of a token; --k are columns")
+    fused = torch.empty(m * n, k, dtype=torch.bfloat16, device="meta")
+    dest = torch.empty(m, n, dtype=torch.int32, device="meta")
+    weights = torch.empty(m, n, dtype=torch.float32, device="meta")
+    out = torch.empty(m, k, dtype=torch.bfloat16, device="meta")
+    return explain(moe_finalize, out, fused, dest, weights, **keywords)
+
+
 # public function -> its Explanation for sizes; the operator's name serves as well
 _OPERATORS: dict[str, Callable[..., Any]] = {
     "int8_gemm": _int8_gemm,
@@ -106,6 +132,9 @@ _OPERATORS: dict[str, Callable[..., Any]] = {
     "fp8_blockwise_linear": _fp8_blockwise,
     "fp8_blockwise_swiglu_quantize_fp8": _fp8_swiglu,
     "fp8_swiglu_quantize": _fp8_swiglu,
+    "dispatch_plan": _plan,
+    "moe_route": _plan,
+    "moe_finalize": _finalize,
 }
 
 

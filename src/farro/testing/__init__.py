@@ -31,6 +31,7 @@ from .fp8_swiglu_quantize import SwigluCase, swiglu_cases
 from .int8_gemm import GemmCase, int8_gemm_cases
 from .int8_quantize import QuantizeCase, quantize_cases
 from .layouts import LAYOUTS, Guarded, guarded, laid_out, poisoned_memory
+from .moe_route import FinalizeCase, PlanCase, finalize_cases, plan_cases
 from .nvfp4_weights import WeightCase, weight_cases
 
 # operator -> its cases; an operator without a row has none for `farro verify` to run
@@ -41,6 +42,8 @@ CASES: dict[str, Callable[[], Sequence[Case]]] = {
     "int8_gemm": int8_gemm_cases,
     "int8_quantize": quantize_cases,
     "nvfp4_weights": weight_cases,
+    "moe_finalize": finalize_cases,
+    "moe_route": plan_cases,
 }
 
 __all__ = [
@@ -48,6 +51,7 @@ __all__ = [
     "CASES",
     "Call",
     "Case",
+    "FinalizeCase",
     "FP32_SUM",
     "FP8_FAST_SUM",
     "FP8_PROMOTED_SUM",
@@ -57,6 +61,7 @@ __all__ = [
     "LAYOUTS",
     "Mismatch",
     "Outcome",
+    "PlanCase",
     "QuantizeCase",
     "SwigluCase",
     "WeightCase",
@@ -65,11 +70,13 @@ __all__ = [
     "blockwise_cases",
     "difference",
     "far_from_exact",
+    "finalize_cases",
     "first_mismatch",
     "fp8_quantize_cases",
     "guarded",
     "int8_gemm_cases",
     "laid_out",
+    "plan_cases",
     "poisoned_memory",
     "quantize_cases",
     "swiglu_cases",

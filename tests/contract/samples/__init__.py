@@ -7,25 +7,28 @@ from __future__ import annotations
 
 from farro.catalogue import OPERATORS
 
-from . import fp8, fp8_blockwise, int8, nvfp4_weights
+from . import fp8, fp8_blockwise, int8, moe, nvfp4_weights
 from .sample import Argument, Sample, tensors
 
-__all__ = ["Argument", "QUESTIONS", "SAMPLES", "Sample", "tensors", "uncovered"]
+__all__ = ["Argument", "CHECKS", "QUESTIONS", "SAMPLES", "Sample", "tensors", "uncovered"]
 
 SAMPLES = (
     *int8.SAMPLES,
     *fp8.SAMPLES,
     *fp8_blockwise.SAMPLES,
+    *moe.SAMPLES,
     *nvfp4_weights.SAMPLES,
 )
 
 # public functions that answer questions about a call and compute nothing
 QUESTIONS = ("get_kernel_config",)
+# public functions that raise or do nothing
+CHECKS = ("check_routing",)
 
 
 def uncovered() -> list[str]:
     """Public functions of the catalogue that have no sample, and operators without any."""
-    covered = {sample.name for sample in SAMPLES} | set(QUESTIONS)
+    covered = {sample.name for sample in SAMPLES} | set(QUESTIONS) | set(CHECKS)
     missing = [f for operator in OPERATORS for f in operator.functions if f not in covered]
     sampled = {sample.operator for sample in SAMPLES if sample.kernels}
     return missing + [operator.name for operator in OPERATORS if operator.name not in sampled]

@@ -1,0 +1,7 @@
+"""The parts of a mixture of experts under one name, whatever its number format."""
+
+from __future__ import annotations
+
+from .ops.moe_route import check_routing, dispatch_plan, dispatch_plan_ragged, moe_finalize
+
+__all__ = ["check_routing", "dispatch_plan", "dispatch_plan_ragged", "moe_finalize"]
