@@ -149,6 +149,11 @@ __device__ __forceinline__ void store_remote(u32 remote, u32 value, u32 remote_b
       : "memory");
 }
 
+// Wait until `threads` threads of the CTA (whole warps) have come to barrier `id` (1 to 15).
+__device__ __forceinline__ void named_barrier(int id, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
 // ---- Register budgets ----
 
 template <int REGISTERS>

@@ -27,8 +27,8 @@ _LARGEST_GRID_Y = 65535
 _OUT = {torch.bfloat16: "BFloat16", torch.float16: "Float16", torch.float32: "float"}
 _BIAS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
 _DEPTH = 128  # bytes of K in a stage, as in the .cu files
-_SCALE_STAGES = {"large": 3, "small": 4}
-_SCALE_GROUPS = 4  # of one stage of scales, of the large kernel
+_SCALE_STAGES = 3  # of the large kernel
+_SCALE_GROUPS = 4  # of one of them
 _ROWS = {"large": (256, 128), "small": (8, 16, 32, 64, 128)}
 _COLUMNS = {"large": (128, 112, 96), "small": (64,)}
 
@@ -37,11 +37,12 @@ _COLUMNS = {"large": (128, 112, 96), "small": (64,)}
 class Config:
     """One native configuration. `rows` x `columns` is the tile of the output [M, N]."""
 
-    policy: str  # "large" (persistent) or "small" (operands swapped, K split over a cluster)
+    policy: str  # "large" (persistent) or "small" (operands swapped)
     rows: int
     columns: int
     stages: int
-    cluster: int = 1  # small: CTAs that share K
+    consumers: int = 2  # warpgroups that multiply
+    ahead: bool = False  # small: a unit of K multiplies while the one before is promoted
     raster: int = 8  # large: row tiles visited together
 
     @property
@@ -50,7 +51,7 @@ class Config:
 
     @property
     def warps(self) -> int:
-        return 12 if self.policy == "large" else 6
+        return 4 * self.consumers + (4 if self.policy == "large" else 2)
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -58,15 +59,13 @@ class Config:
 
 def shared_bytes(config: Config, group_size: int) -> int:
     """What the kernel's Shared / Layout adds up to, with room to align."""
-    scale_stages, width = _SCALE_STAGES[config.policy], config.rows + config.columns
+    width = config.rows + config.columns
     data = config.stages * width * _DEPTH
-    barriers = 2 * 8 * (config.stages + scale_stages)
     if config.policy == "large":
-        return data + scale_stages * _SCALE_GROUPS * width * 4 + barriers + _ALIGNMENT
-    groups = max(group_size, _DEPTH) // group_size * config.cluster
-    owned = config.rows // 2 // config.cluster
-    exchange = 2 * 4 * groups * owned * 128 if config.cluster > 1 else 0
-    return data + scale_stages * groups * width * 4 + exchange + barriers + 16 + _ALIGNMENT
+        barriers = 2 * 8 * (config.stages + _SCALE_STAGES)
+        return data + _SCALE_STAGES * _SCALE_GROUPS * width * 4 + barriers + _ALIGNMENT
+    groups = max(_DEPTH // group_size, 1)
+    return data + config.stages * (groups * width * 4 + 16) + _ALIGNMENT
 
 
 def why_not(problem: Problem) -> str | None:
@@ -126,10 +125,11 @@ def configs(problem: Problem) -> list[Config]:
         for raster in (4, 8, 16)
     ]
     small = [
-        Config("small", tokens, 64, stages, cluster)
+        Config("small", tokens, 64, stages, consumers, ahead)
         for tokens in _ROWS["small"]
-        for stages in (4, 6, 8, 12)
-        for cluster in (1, 2, 4)
+        for stages in (3, 4, 6, 8, 12, 16)
+        for consumers in (1, 2)
+        for ahead in (False, True)
     ]
     m = problem.spec("a").shape[0]
     return [c for c in (*large, *small) if is_legal(c, group_of(problem), m)]
@@ -158,19 +158,23 @@ def group_of(problem: Problem) -> int:
 def is_legal(config: Config, group_size: int, m: int = 1) -> bool:
     """Whether the kernels have this configuration and M rows fit its grid."""
     c = config
-    sizes = (c.rows, c.columns, c.stages, c.cluster, c.raster)
+    sizes = (c.rows, c.columns, c.stages, c.consumers, c.raster)
     if c.policy not in _ROWS or any(type(size) is not int or size < 1 for size in sizes):
         return False
     if c.rows not in _ROWS[c.policy] or c.columns not in _COLUMNS[c.policy]:
         return False
-    if c.stages <= max(group_size // _DEPTH, 1) or shared_bytes(c, group_size) > SHARED_LIMIT:
-        return False  # the ring must hold a group and let the next one begin
+    units = 2 if c.ahead else 1
+    if c.stages <= units * max(group_size // _DEPTH, 1):
+        return False  # the ring must hold the units in use and let the next one begin
+    if shared_bytes(c, group_size) > SHARED_LIMIT:
+        return False
     if c.policy == "large":
-        return c.cluster == 1 and c.raster <= 64
-    if c.cluster not in (1, 2, 4) or c.rows // 2 < c.cluster or m > _LARGEST_GRID_Y * c.rows:
-        return False  # a CTA of the cluster would own no sums, or rows have no CTA
-    # accumulators of all groups of a unit: 128 registers a thread at the most
-    return max(_DEPTH // group_size, 1) * c.rows // 2 <= 128
+        return c.consumers == 2 and not c.ahead and c.raster <= 64
+    if c.consumers > 2 or c.rows % (8 * c.consumers) or m > _LARGEST_GRID_Y * c.rows:
+        return False  # the swizzle's atoms have eight rows
+    # registers a thread: sums of all groups of a unit (two units ahead), and totals
+    sums = (units * max(_DEPTH // group_size, 1) + 1) * c.rows // c.consumers // 2
+    return sums <= (176 if c.consumers == 1 else 112)
 
 
 def config(problem: Problem) -> Config:
@@ -217,21 +221,22 @@ def _tiles(m: int, n: int, rows: int, columns: int) -> int:
 
 def _small(m: int, n: int, group_size: int) -> Config:
     """The narrowest tile for the tokens, its ring as deep as the CTAs of a multiprocessor allow."""
-    fits = [t for t in (8, 16, 32, 64) if is_legal(Config("small", t, 64, 4), group_size)]
-    tokens = next((t for t in fits if m <= t), fits[-1])
-    if tokens == 64 and _tiles(m, n, 64, 64) < _ONE_WAVE:
+    tokens = next((t for t in (8, 16, 32, 64) if m <= t), 64)
+    if tokens == 64 and (group_size < 256 and _tiles(m, n, 64, 64) < _ONE_WAVE):
         tokens = 32  # twice the CTAs: their second read of the weights comes from L2
     resident = max(1, min(3, -(-_tiles(m, n, tokens, 64) // _SMS)))
     room = SHARED_LIMIT // resident - 1024  # the system takes 1 KiB of each CTA's
-    for stages in (12, 8, 6):
-        deep = Config("small", tokens, 64, stages)
-        if shared_bytes(deep, group_size) <= room:
-            return deep
-    return Config("small", tokens, 64, 4)
+    tries = [
+        Config("small", tokens, 64, stages, consumers, ahead)
+        for stages in (12, 8, 6, 4)
+        for consumers, ahead in ((1, resident == 1), (2, resident == 1), (1, False), (2, False))
+    ]
+    legal = [c for c in tries if is_legal(c, group_size)]
+    return next((c for c in legal if shared_bytes(c, group_size) <= room), legal[-1])
 
 
 class _Parameters(ctypes.Structure):
-    """`struct Problem` of the .cu files; the small kernel ignores the last two."""
+    """`struct Problem` of the .cu files."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("scale_a", "scale_b", "bias", "out")),
@@ -265,14 +270,15 @@ def kernel_name(config: Config, group_size: int, dtype: torch.dtype) -> tuple[st
         waves = config.rows // 128
         arguments = f"{out}, {group_size}, {config.columns}, {waves}, {config.stages}"
         return "ops/int8_gemm/sm90_large.cu", f"int8_gemm_large<{arguments}>"
-    arguments = f"{out}, {group_size}, {config.rows}, {config.stages}, {config.cluster}"
-    return "ops/int8_gemm/sm90_small.cu", f"int8_gemm_small<{arguments}>"
+    tile = f"{config.rows}, {config.consumers}, {config.stages}, {str(config.ahead).lower()}"
+    return "ops/int8_gemm/sm90_small.cu", f"int8_gemm_small<{out}, {group_size}, {tile}>"
 
 
 def _grid(config: Config, m: int, n: int, sms: int) -> tuple[int, int, int]:
+    tiles_n, tiles_m = -(-n // config.columns), -(-m // config.rows)
     if config.policy == "small":
-        return -(-n // config.columns) * config.cluster, -(-m // config.rows), 1
-    return min(sms, -(-m // config.rows) * -(-n // config.columns)), 1, 1
+        return tiles_n, tiles_m, 1
+    return min(sms, tiles_m * tiles_n), 1, 1
 
 
 # Prepared launches of all problems, 2.4 KB each: bounded together, since a model has hundreds of
@@ -383,6 +389,6 @@ def _prepare(
         _grid(config, m, n, sms),
         32 * config.warps,
         size,
-        config.cluster,
+        1,
         (*(maps if config.policy == "large" else maps[::-1]), parameters),
     )

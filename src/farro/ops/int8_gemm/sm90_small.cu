@@ -1,18 +1,17 @@
-// int8_gemm on SM90a for few rows: operands swapped, K split over the CTAs of a cluster.
+// int8_gemm on SM90a for few rows: operands swapped, so that weights fill the 64-row side of wgmma
+// and tokens the narrow one.
 //
-// Weights fill the 64-row side of wgmma, tokens the narrow one. The CTAs of a cluster take units of
-// K in turn (a unit is max(G, 128)); each computes exact INT32 sums and sends every CTA its share of
-// them through distributed shared memory. An owner therefore sees all groups of its outputs, in
-// order, and its fused multiply-adds are the reference's, bit for bit.
+// A CTA owns 64 weight rows and TOKENS tokens. One warp streams 128-byte-wide boxes of both by TMA,
+// another the group scales by cp.async, into one ring; WARPGROUPS warpgroups share the tokens. With
+// AHEAD, each multiplies a unit of K (max(G, 128)) while it promotes the sums of the unit before;
+// without, several CTAs of a multiprocessor do that for each other. docs/int8-sm90.md draws it.
 #include "output.cuh"
 #include "wgmma.cuh"
 
 using namespace farro;
 
-constexpr int kRows = 64;      // weight rows of a tile
-constexpr int kDepth = 128;    // bytes of K in one stage
-constexpr int kThreads = 192;  // four consumer warps, one for TMA, one for scales
-constexpr int kScaleStages = 4;
+constexpr int kRows = 64;    // weight rows of a tile
+constexpr int kDepth = 128;  // bytes of K in one stage
 
 struct Problem {
   const float* scale_a;  // of tokens
@@ -22,235 +21,269 @@ struct Problem {
   i64 scale_a_row, scale_a_group, scale_b_group, scale_b_column, out_row, out_column, bias_stride;
   int m, n, k;
   int bias_kind;
+  int raster;
+  int vector;          // 16-byte stores along a row of out are aligned
+  int scale_a_vector;  // how many scales of a token may be read together: 4, 2 or 1
+  int scale_b_vector;  // the same of a group's: 4 or 1
 };
 
-template <int GROUP, int TOKENS, int STAGES, int CLUSTER>
+template <class Out, int GROUP, int TOKENS, int STAGES>
 struct Layout {
-  static constexpr int unit = GROUP > kDepth ? GROUP : kDepth;  // K of one turn of a CTA
+  static constexpr int unit = GROUP > kDepth ? GROUP : kDepth;  // K that is promoted together
   static constexpr int unit_blocks = unit / kDepth, unit_groups = unit / GROUP;
-  static constexpr int step_groups = unit_groups * CLUSTER;  // groups finished in one step
-  static constexpr int sums = TOKENS / 2;                    // of one thread and group
-  static constexpr int owned = sums / CLUSTER;               // of these, finished by this CTA
   static constexpr int weight_bytes = kRows * kDepth, token_bytes = TOKENS * kDepth;
-  static constexpr int step_scales = step_groups * (kRows + TOKENS);
-  static constexpr int exchange_ints = CLUSTER > 1 ? step_groups * owned * 128 : 0;
+  // [groups][kRows] of weights, then [TOKENS][groups]
+  static constexpr int scale_floats = unit_groups * (kRows + TOKENS);
+  static constexpr int pitch = kRows * sizeof(Out) + 16;  // of a token's results on their way out
 
   static constexpr int weights = 0, tokens = STAGES * weight_bytes;
-  static constexpr int exchange = tokens + STAGES * token_bytes;  // two buffers
-  static constexpr int scales = exchange + 2 * 4 * exchange_ints;
-  static constexpr int full = scales + kScaleStages * step_scales * 4;
+  static constexpr int scales = tokens + STAGES * token_bytes;
+  static constexpr int full = scales + STAGES * scale_floats * 4;
   static constexpr int empty = full + 8 * STAGES;
-  static constexpr int scale_full = empty + 8 * STAGES;
-  static constexpr int scale_empty = scale_full + 8 * kScaleStages;
-  static constexpr int received = scale_empty + 8 * kScaleStages;
-  static constexpr int bytes = received + 16;
+  static constexpr int bytes = empty + 8 * STAGES;
+  static_assert(TOKENS * pitch <= scales, "results are staged where the operands were");
 };
 
-// Finish one step's groups for the sums this CTA owns: `sum_of(group, i)` gives the exact partial.
-template <class L, int CLUSTER, class SumOf>
-__device__ __forceinline__ void promote(float (&total)[L::owned], const float* scales, int rank,
-                                        int thread, int valid_groups, SumOf sum_of) {
-  const int lane = thread % 32, row = thread / 32 * 16 + lane / 4;
+// Add a unit's groups, in order, to this thread's totals.
+template <class L, int TOKENS>
+__device__ __forceinline__ void promote(float (&total)[TOKENS / 2],
+                                        const int (&partial)[L::unit_groups][TOKENS / 2],
+                                        const float* of_rows, const float* of_tokens,
+                                        int valid_groups) {
+  constexpr int kGroups = L::unit_groups;
+  float low[kGroups], high[kGroups];
 #pragma unroll
-  for (int g = 0; g < L::step_groups; ++g) {
-    if (g < valid_groups) {
-      const float* of_rows = scales + g * kRows;
-      const float* of_tokens = scales + L::step_groups * kRows + g * (2 * L::sums);
+  for (int g = 0; g < kGroups; ++g) low[g] = of_rows[g * kRows], high[g] = of_rows[g * kRows + 8];
 #pragma unroll
-      for (int i = 0; i < L::owned; ++i) {
-        const int index = (CLUSTER > 1 ? rank * L::owned : 0) + i;
-        const int token = index / 4 * 8 + 2 * (lane % 4) + index % 2;
-        const float weight_scale = of_rows[row + (index & 2) * 4];
-        total[i] = __fmaf_rn(__int2float_rn(sum_of(g, i)),
-                             __fmul_rn(of_tokens[token], weight_scale), total[i]);
+  for (int j = 0; j < TOKENS / 8; ++j) {
+    float even[kGroups], odd[kGroups];
+#pragma unroll
+    for (int g = 0; g < kGroups; ++g) {
+      even[g] = of_tokens[8 * j * kGroups + g];
+      odd[g] = of_tokens[(8 * j + 1) * kGroups + g];
+    }
+    float* sum = total + 4 * j;
+#pragma unroll
+    for (int g = 0; g < kGroups; ++g) {
+      // A group past the end would turn -0 into +0
+      if (kGroups > 1 && g > 0 && g >= valid_groups) break;
+      const int* exact = partial[g] + 4 * j;
+      sum[0] = __fmaf_rn(__int2float_rn(exact[0]), __fmul_rn(even[g], low[g]), sum[0]);
+      sum[1] = __fmaf_rn(__int2float_rn(exact[1]), __fmul_rn(odd[g], low[g]), sum[1]);
+      sum[2] = __fmaf_rn(__int2float_rn(exact[2]), __fmul_rn(even[g], high[g]), sum[2]);
+      sum[3] = __fmaf_rn(__int2float_rn(exact[3]), __fmul_rn(odd[g], high[g]), sum[3]);
+    }
+  }
+}
+
+// A unit's scales of the tile's weight rows, as [groups][kRows]; zero outside.
+template <int GROUPS>
+__device__ __forceinline__ void load_row_scales(const Problem& p, u32 to, int first_row, int first,
+                                                int groups, int lane) {
+#pragma unroll
+  for (int i = lane; i < GROUPS * kRows / 4; i += 32) {
+    const int g = first + i / (kRows / 4), row = first_row + i % (kRows / 4) * 4;
+    const float* from = p.scale_b + (g < groups ? g * p.scale_b_group : 0);
+    if (p.scale_b_vector == 4) {
+      const bool valid = g < groups && row < p.n;
+      cp_async<16>(to + 16 * i, from + (valid ? row : 0), valid);
+    } else {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const bool valid = g < groups && row + j < p.n;
+        cp_async<4>(to + 16 * i + 4 * j, from + (valid ? (row + j) * p.scale_b_column : 0), valid);
       }
     }
   }
 }
 
-template <class Out, int GROUP, int TOKENS, int STAGES, int CLUSTER>
-__global__ void __launch_bounds__(kThreads)
+// A unit's scales of the tile's tokens, as [TOKENS][groups]; zero outside.
+template <int GROUPS, int TOKENS>
+__device__ __forceinline__ void load_token_scales(const Problem& p, u32 to, int first_token,
+                                                  int first, int groups, int lane) {
+#pragma unroll
+  for (int i = lane; i < TOKENS; i += 32) {
+    const int token = first_token + i;
+    const float* from = p.scale_a + (token < p.m ? token * p.scale_a_row : 0);
+    const u32 at = to + 4 * GROUPS * i;
+    if (GROUPS > 1 && p.scale_a_vector >= GROUPS && first + GROUPS <= groups) {
+      cp_async<(GROUPS > 1 ? 4 * GROUPS : 4)>(at, from + first, token < p.m);
+    } else {
+#pragma unroll
+      for (int g = 0; g < GROUPS; ++g) {
+        const bool valid = token < p.m && first + g < groups;
+        cp_async<4>(at + 4 * g, from + (valid ? (first + g) * p.scale_a_group : 0), valid);
+      }
+    }
+  }
+}
+
+template <class Out, int GROUP, int TOKENS, int WARPGROUPS, int STAGES, bool AHEAD>
+__global__ void __launch_bounds__(128 * WARPGROUPS + 64)
     int8_gemm_small(const __grid_constant__ TensorMap weight_map,
                     const __grid_constant__ TensorMap token_map, const __grid_constant__ Problem p) {
-  using L = Layout<GROUP, TOKENS, STAGES, CLUSTER>;
+  using L = Layout<Out, GROUP, TOKENS, STAGES>;
   constexpr int kSteps = GROUP >= kDepth ? kDepth / 32 : GROUP / 32;  // wgmma of a group and stage
-  static_assert(STAGES > L::unit_blocks, "a unit's stages, and one that is being filled");
-  static_assert(L::weight_bytes % 1024 == 0 && L::token_bytes % 1024 == 0, "whole swizzle atoms");
-  static_assert(L::owned > 0 && L::owned * CLUSTER == L::sums, "every CTA finishes as many sums");
+  constexpr int kTokens = TOKENS / WARPGROUPS;                        // of one warpgroup
+  static_assert(STAGES > (AHEAD ? 2 : 1) * L::unit_blocks, "units in use, and a stage to fill");
+  static_assert(kTokens % 8 == 0, "whole swizzle atoms");
 
   extern __shared__ u8 raw[];
   const u32 raw_address = smem_address(raw), base = (raw_address + 1023) & ~1023u;
   u8* shared = raw + (base - raw_address);
-  const int groups = (p.k + GROUP - 1) / GROUP;
-  const int units = (p.k + L::unit - 1) / L::unit, steps = (units + CLUSTER - 1) / CLUSTER;
-  const int rank = CLUSTER > 1 ? static_cast<int>(cluster_rank()) : 0;
-  const int first_row = blockIdx.x / CLUSTER * kRows, first_token = blockIdx.y * TOKENS;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  // Bytes that arrive here in a step: a share of each unit of the step
-  auto received_bytes = [&](int step) {
-    return static_cast<u32>(min(units - step * CLUSTER, CLUSTER) * L::unit_groups * L::owned * 512);
-  };
+  const int groups = (p.k + GROUP - 1) / GROUP, units = (p.k + L::unit - 1) / L::unit;
+  const int first_row = blockIdx.x * kRows, first_token = blockIdx.y * TOKENS;
+  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
 
   if (threadIdx.x == 0) {
     prefetch_tensor_map(&weight_map);
     prefetch_tensor_map(&token_map);
     for (int i = 0; i < STAGES; ++i) {
-      mbarrier_init(base + L::full + 8 * i, 1);
-      mbarrier_init(base + L::empty + 8 * i, 4);
+      // the copy engine's, and each lane of the scale warp where the stage brings scales
+      mbarrier_init(base + L::full + 8 * i, 1 + 32);
+      mbarrier_init(base + L::empty + 8 * i, 4 * WARPGROUPS);
     }
-    for (int i = 0; i < kScaleStages; ++i) {
-      mbarrier_init(base + L::scale_full + 8 * i, 32);
-      mbarrier_init(base + L::scale_empty + 8 * i, 4);
-    }
-    for (int i = 0; i < 2; ++i) mbarrier_init(base + L::received + 8 * i, 1);
     fence_mbarrier_init();
-    if constexpr (CLUSTER > 1)
-      for (int i = 0; i < 2 && i < steps; ++i)
-        mbarrier_expect(base + L::received + 8 * i, received_bytes(i));
   }
-  if constexpr (CLUSTER > 1) cluster_sync();
-  else __syncthreads();
+  __syncthreads();
 
-  if (warp == 4) {
+  if (warp == 4 * WARPGROUPS) {
     if (lane == 0) {
       Ring<STAGES> ring(1);
-      for (int unit = rank; unit < units; unit += CLUSTER)
-#pragma unroll
-        for (int block = 0; block < L::unit_blocks; ++block) {
-          mbarrier_wait(base + L::empty + 8 * ring.stage, ring.parity);
-          const u32 full = base + L::full + 8 * ring.stage;
-          const int x = unit * L::unit + block * kDepth;
-          mbarrier_expect(full, L::weight_bytes + L::token_bytes);
-          tma_load(base + L::weights + ring.stage * L::weight_bytes, &weight_map, x, first_row, full);
-          tma_load(base + L::tokens + ring.stage * L::token_bytes, &token_map, x, first_token, full);
-          ring.next();
-        }
+      for (int block = 0; block < units * L::unit_blocks; ++block) {
+        mbarrier_wait(base + L::empty + 8 * ring.stage, ring.parity);
+        const u32 full = base + L::full + 8 * ring.stage;
+        mbarrier_expect(full, L::weight_bytes + L::token_bytes);
+        tma_load(base + L::weights + ring.stage * L::weight_bytes, &weight_map, block * kDepth,
+                 first_row, full);
+        tma_load(base + L::tokens + ring.stage * L::token_bytes, &token_map, block * kDepth,
+                 first_token, full);
+        ring.next();
+      }
     }
-  } else if (warp == 5) {
-    Ring<kScaleStages> ring(1);
-    for (int step = 0; step < steps; ++step) {
-      mbarrier_wait(base + L::scale_empty + 8 * ring.stage, ring.parity);
-      const u32 to = base + L::scales + ring.stage * L::step_scales * 4;
-      const int first = step * L::step_groups;
-      for (int i = lane; i < L::step_groups * kRows; i += 32) {
-        const int g = first + i / kRows, row = first_row + i % kRows;
-        const bool valid = g < groups && row < p.n;
-        cp_async<4>(to + 4 * i,
-                   p.scale_b + (valid ? g * p.scale_b_group + row * p.scale_b_column : 0), valid);
-      }
-      for (int i = lane; i < L::step_groups * TOKENS; i += 32) {
-        const int g = first + i / TOKENS, token = first_token + i % TOKENS;
-        const bool valid = g < groups && token < p.m;
-        cp_async<4>(to + 4 * (L::step_groups * kRows + i),
-                   p.scale_a + (valid ? g * p.scale_a_group + token * p.scale_a_row : 0), valid);
-      }
-      cp_async_arrive(base + L::scale_full + 8 * ring.stage);
+  } else if (warp > 4 * WARPGROUPS) {
+    Ring<STAGES> ring(1);
+    for (int unit = 0; unit < units; ++unit) {
+      mbarrier_wait(base + L::empty + 8 * ring.stage, ring.parity);
+      const u32 to = base + L::scales + ring.stage * L::scale_floats * 4;
+      const int first = unit * L::unit_groups;
+      load_row_scales<L::unit_groups>(p, to, first_row, first, groups, lane);
+      load_token_scales<L::unit_groups, TOKENS>(p, to + 4 * L::unit_groups * kRows, first_token,
+                                                first, groups, lane);
+      cp_async_arrive(base + L::full + 8 * ring.stage);
       ring.next();
+#pragma unroll
+      for (int block = 1; block < L::unit_blocks; ++block) {  // no scales in the rest of a unit
+        mbarrier_wait(base + L::empty + 8 * ring.stage, ring.parity);
+        mbarrier_arrive(base + L::full + 8 * ring.stage);
+        ring.next();
+      }
     }
     cp_async_wait_all();
   } else {
-    const int thread = threadIdx.x;
-    float total[L::owned];
+    const int warpgroup = warp / 4, row = warp % 4 * 16 + lane / 4;
+    const int own_token = warpgroup * kTokens;  // the warpgroup's first in the tile
+    float total[kTokens / 2];
 #pragma unroll
-    for (int i = 0; i < L::owned; ++i) total[i] = 0.0f;
-    int partial[L::unit_groups][L::sums];
-    Ring<STAGES> ring(0);
-    Ring<kScaleStages> scale_ring(0);
+    for (int i = 0; i < kTokens / 2; ++i) total[i] = 0.0f;
+    Ring<STAGES> ring(0), done(0);
 
-    // Wait for a step's scales (and, in a cluster, for everybody's sums), and add its groups.
-    auto finish = [&](int step) {
-      mbarrier_wait(base + L::scale_full + 8 * scale_ring.stage, scale_ring.parity);
-      const float* scales = reinterpret_cast<const float*>(shared + L::scales) +
-                            scale_ring.stage * L::step_scales;
-      const int valid = groups - step * L::step_groups;
-      if constexpr (CLUSTER == 1) {
-        promote<L, 1>(total, scales, 0, thread, valid,
-                      [&](int g, int i) { return partial[g][i]; });
-      } else {
-        const u32 barrier = base + L::received + 8 * (step % 2);
-        mbarrier_wait_cluster(barrier, step / 2 % 2);
-        const int* sums = reinterpret_cast<const int*>(shared + L::exchange) +
-                          step % 2 * L::exchange_ints + thread;
-        promote<L, CLUSTER>(total, scales, rank, thread, valid,
-                            [&](int g, int i) { return sums[(g * L::owned + i) * 128]; });
-        if (thread == 0 && step + 2 < steps) mbarrier_expect(barrier, received_bytes(step + 2));
+    using Sums = int[L::unit_groups][kTokens / 2];
+    auto multiply = [&](Sums& partial) {
+      wgmma_fence();
+#pragma unroll
+      for (int block = 0; block < L::unit_blocks; ++block) {
+        mbarrier_wait(base + L::full + 8 * ring.stage, ring.parity);
+        const u64 a = wgmma_descriptor(base + L::weights + ring.stage * L::weight_bytes);
+        const u64 b = wgmma_descriptor(base + L::tokens + ring.stage * L::token_bytes +
+                                       own_token * kDepth);
+#pragma unroll
+        for (int g = 0; g < L::unit_groups; ++g)
+#pragma unroll
+          for (int k = 0; k < kSteps; ++k)
+            WgmmaInt8<kTokens>::run(partial[g], a + 2 * (g * kSteps + k), b + 2 * (g * kSteps + k),
+                                    block + k > 0);
+        ring.next();
       }
+      wgmma_commit();
+    };
+    auto finish = [&](Sums& partial, int unit) {
+#pragma unroll
+      for (int g = 0; g < L::unit_groups; ++g) wgmma_hold(partial[g]);
+      const float* scales = reinterpret_cast<const float*>(shared + L::scales) +
+                            done.stage * L::scale_floats;
+      const float* of_tokens =
+          scales + L::unit_groups * (kRows + own_token + 2 * (lane % 4));
+      promote<L, kTokens>(total, partial, scales + row, of_tokens, groups - unit * L::unit_groups);
       __syncwarp();
-      if (lane == 0) mbarrier_arrive(base + L::scale_empty + 8 * scale_ring.stage);
-      scale_ring.next();
+#pragma unroll
+      for (int block = 0; block < L::unit_blocks; ++block) {
+        if (lane == 0) mbarrier_arrive(base + L::empty + 8 * done.stage);
+        done.next();
+      }
     };
 
-    for (int step = 0; step < steps; ++step) {
-      const bool mine = step * CLUSTER + rank < units;
-      if (mine) {
-        Ring<STAGES> ahead = ring;
-#pragma unroll
-        for (int block = 0; block < L::unit_blocks; ++block) {
-          mbarrier_wait(base + L::full + 8 * ahead.stage, ahead.parity);
-          ahead.next();
-        }
-        Ring<STAGES> here = ring;
-        wgmma_fence();
-#pragma unroll
-        for (int block = 0; block < L::unit_blocks; ++block) {
-          const u64 a = wgmma_descriptor(base + L::weights + here.stage * L::weight_bytes);
-          const u64 b = wgmma_descriptor(base + L::tokens + here.stage * L::token_bytes);
-#pragma unroll
-          for (int g = 0; g < L::unit_groups; ++g)
-#pragma unroll
-            for (int k = 0; k < kSteps; ++k)
-              WgmmaInt8<TOKENS>::run(partial[g], a + 2 * (g * kSteps + k),
-                                     b + 2 * (g * kSteps + k), block + k > 0);
-          here.next();
-        }
-        wgmma_commit();
-        wgmma_wait<0>();
-#pragma unroll
-        for (int g = 0; g < L::unit_groups; ++g) wgmma_hold(partial[g]);
-#pragma unroll
-        for (int block = 0; block < L::unit_blocks; ++block) {
-          if (lane == 0) mbarrier_arrive(base + L::empty + 8 * ring.stage);
-          ring.next();
-        }
+    if constexpr (AHEAD) {
+      // Straight lines, peeled at the end: ptxas serializes wgmma where it loses sight of who waits
+      Sums even, odd;
+      multiply(even);
+      int unit = 0;
+      for (; unit + 2 < units; unit += 2) {
+        multiply(odd);
+        wgmma_wait<1>();
+        finish(even, unit);
+        multiply(even);
+        wgmma_wait<1>();
+        finish(odd, unit + 1);
       }
-      if constexpr (CLUSTER == 1) {
-        finish(step);
+      if (unit + 1 < units) {
+        multiply(odd);
+        wgmma_wait<1>();
+        finish(even, unit);
+        wgmma_wait<0>();
+        finish(odd, unit + 1);
       } else {
-        if (step > 0) finish(step - 1);  // its sums travelled while this step multiplied
-        if (mine) {
-          const u32 to = base + L::exchange + 4 * (step % 2 * L::exchange_ints +
-                                                   rank * L::unit_groups * L::owned * 128 + thread);
-          const u32 barrier = base + L::received + 8 * (step % 2);
-#pragma unroll
-          for (int owner = 0; owner < CLUSTER; ++owner) {
-            const u32 remote = map_to_rank(to, owner), remote_barrier = map_to_rank(barrier, owner);
-#pragma unroll
-            for (int g = 0; g < L::unit_groups; ++g)
-#pragma unroll
-              for (int i = 0; i < L::owned; ++i)
-                store_remote(remote + 4 * (g * L::owned + i) * 128,
-                             static_cast<u32>(partial[g][owner * L::owned + i]), remote_barrier);
-          }
-        }
+        wgmma_wait<0>();
+        finish(even, unit);
+      }
+    } else {
+      Sums partial;
+      for (int unit = 0; unit < units; ++unit) {
+        multiply(partial);
+        wgmma_wait<0>();
+        finish(partial, unit);
       }
     }
-    if (CLUSTER > 1 && steps > 0) finish(steps - 1);
 
+    // Results to shared memory, a token's 64 rows together; every operand has been read by then
+    named_barrier(1, 128 * WARPGROUPS);
     const BiasKind kind = static_cast<BiasKind>(p.bias_kind);
-    const int first = CLUSTER > 1 ? rank * L::owned : 0;
+    float bias[2] = {0.0f, 0.0f};
+    if (kind != BiasKind::none)
 #pragma unroll
-    for (int i = 0; i < L::owned; ++i) {
-      const int index = first + i;
-      const int token = first_token + index / 4 * 8 + 2 * (lane % 4) + index % 2;
-      const int row = first_row + warp * 16 + lane / 4 + (index & 2) * 4;
-      if (token < p.m && row < p.n) {
-        if (kind != BiasKind::none)
-          total[i] = __fadd_rn(total[i], load_bias(p.bias, kind, row * p.bias_stride));
-        Out* at = static_cast<Out*>(p.out) + token * p.out_row + row * p.out_column;
-        *at = convert(total[i], Out{});
+      for (int i = 0; i < 2; ++i)
+        if (first_row + row + 8 * i < p.n)
+          bias[i] = load_bias(p.bias, kind, (first_row + row + 8 * i) * p.bias_stride);
+#pragma unroll
+    for (int i = 0; i < kTokens / 2; ++i) {
+      const int token = own_token + i / 4 * 8 + 2 * (lane % 4) + i % 2;
+      if (kind != BiasKind::none) total[i] = __fadd_rn(total[i], bias[i / 2 % 2]);
+      *reinterpret_cast<Out*>(shared + token * L::pitch + (row + i / 2 % 2 * 8) * sizeof(Out)) =
+          convert(total[i], Out{});
+    }
+    named_barrier(1, 128 * WARPGROUPS);
+    constexpr int kPieces = kRows * sizeof(Out) / 16, kVector = 16 / sizeof(Out);
+    for (int i = threadIdx.x; i < TOKENS * kPieces; i += 128 * WARPGROUPS) {
+      const int token = i / kPieces, column = first_row + i % kPieces * kVector;
+      const u8* from = shared + token * L::pitch + i % kPieces * 16;
+      if (first_token + token >= p.m) break;
+      Out* to = static_cast<Out*>(p.out) + (first_token + token) * p.out_row + column * p.out_column;
+      if (p.vector && column + kVector <= p.n) {
+        *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(from);
+      } else {
+        for (int j = 0; j < kVector && column + j < p.n; ++j)
+          to[j * p.out_column] = reinterpret_cast<const Out*>(from)[j];
       }
     }
   }
-  __syncwarp();
-  if constexpr (CLUSTER > 1) cluster_sync();  // shared memory must outlive the others' stores
 }

@@ -26,7 +26,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ...triton_launch import leading_stride
 
-# Triton 3.6's name for it, and that of later releases
+# Triton 3.6's names for them, and those of later releases
+_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 _copy = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 
 
@@ -165,6 +166,8 @@ def _consume(scale_x, scale_ys, bias, out, ring_x, ring_y, ring_s, full, empty, 
                 if RING_SCALES:  # read again: kept in registers they would spill
                     sy = ring_s.index(count % STAGES).load(TOTAL)
                 total1 = gl.fma(partial.to(gl.float32), sx1.expand_dims(1) * sy, total1)
+            # One thread arrives for its group of warps: all four must have read the stage by then
+            _barrier()
             for j in gl.static_range(PER_GROUP):
                 mbarrier.arrive(empty.index((count + j) % STAGES), count=1)
             count += PER_GROUP
