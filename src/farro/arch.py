@@ -42,6 +42,7 @@ class Arch:
     features: frozenset[str]
     capability: tuple[int, int] | None = None
     device: str = ""  # slug of the product name, for tuned tables; empty when pretended
+    multiprocessors: int = 132  # an H200's where the device is pretended
 
     def lacks(self, needs: frozenset[str]) -> str | None:
         """The first feature of `needs` that is missing here, in words."""
@@ -80,7 +81,9 @@ def _cuda_arch(index: int) -> Arch:
     if torch.version.hip is not None:  # AMD's numbers are not NVIDIA's: (9, 0) is no Hopper
         return Arch("hip", frozenset())
     product = re.sub(r"[^a-z0-9]+", "_", torch.cuda.get_device_name(index).lower()).strip("_")
-    return Arch(f"sm_{capability[0]}{capability[1]}", _features(capability), capability, product)
+    count = torch.cuda.get_device_properties(index).multi_processor_count
+    name = f"sm_{capability[0]}{capability[1]}"
+    return Arch(name, _features(capability), capability, product, count)
 
 
 def arch_of(device: torch.device) -> Arch:

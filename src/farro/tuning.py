@@ -1,8 +1,10 @@
 """Tables of measured configurations: ops/<op>/tuned/<device>.json, and the user's own.
 
 A table is found by the device's name and holds tens of rows, each a problem's sizes and the best
-configuration measured for it. The nearest row serves problems between the rows. A user's table
-(`farro tune`, in FARRO_TUNED_DIR) beats the shipped one. Nothing is ever tuned inside a call.
+configuration measured for it. Where a product has few rows, the nearest row serves problems between
+the rows. Where it has many, tiles come in rounds over the multiprocessors and the nearest problem
+says little: there a table holds models of the configurations' times. A user's table (`farro tune`,
+in FARRO_TUNED_DIR) beats the shipped one. Nothing is ever tuned inside a call.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import functools
 import json
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,9 @@ from .cuda.jit import cache_directory
 from .dispatch import forget
 
 _OPS = Path(__file__).parent / "ops"
+FEW_ROWS = 64  # up to here the bytes of the weights bound a product, and the nearest row serves
+LAUNCH_US = 4.0  # an almost empty kernel
+_CLOSE = 0.25  # in log2 of all sizes together: a row this near knows better than a model
 
 
 def user_directory() -> Path:
@@ -49,7 +54,17 @@ def _read(path: Path) -> tuple[dict[str, Any], ...]:
 def _is_row(row: Any) -> bool:
     if not isinstance(row, dict) or not isinstance(row.get("config"), dict):
         return False
+    if "model" in row and not (_numbers(row["model"], 3) and _numbers(row.get("tile"), 2)):
+        return False
     return all(isinstance(row.get(name, 1), int) for name in ("m", "n", "k"))
+
+
+def _numbers(values: Any, count: int) -> bool:
+    return (
+        isinstance(values, list)
+        and len(values) == count
+        and all(isinstance(value, (int, float)) for value in values)
+    )
 
 
 def table(operator: str, device: str) -> tuple[dict[str, Any], ...]:
@@ -69,9 +84,19 @@ def nearest(
 
     `sizes` lists m, n, k; a row whose configuration is not `legal` for the problem is passed over.
     """
+    found = _nearest(rows, exact, sizes, legal)
+    return None if found is None else found[1]
+
+
+def _nearest(
+    rows: tuple[dict[str, Any], ...],
+    exact: Mapping[str, Any],
+    sizes: Mapping[str, int],
+    legal: Callable[[dict[str, Any]], bool],
+) -> tuple[float, dict[str, Any]] | None:
     best: tuple[float, dict[str, Any]] | None = None
     for row in rows:
-        if any(row.get(name) != value for name, value in exact.items()):
+        if "model" in row or any(row.get(name) != value for name, value in exact.items()):
             continue
         distance = sum(
             abs(math.log2(max(value, 1) / max(row.get(name, 1), 1)))
@@ -79,7 +104,77 @@ def nearest(
         )
         if (best is None or distance < best[0]) and legal(row["config"]):
             best = (distance, row["config"])
-    return None if best is None else best[1]
+    return best
+
+
+def rounds(tile: Sequence[int], m: int, n: int, multiprocessors: int) -> int:
+    """How often each multiprocessor gets a tile."""
+    tiles = -(-m // tile[0]) * -(-n // tile[1])
+    return -(-tiles // multiprocessors)
+
+
+def predicted_us(row: Mapping[str, Any], m: int, n: int, k: int, multiprocessors: int) -> float:
+    """A model row's time: launch + rounds * (a + b * k) + c * k, k in thousands."""
+    a, b, c = row["model"]
+    turns = rounds(row["tile"], m, n, multiprocessors)
+    return float(LAUNCH_US + turns * (a + b * k / 1000) + c * k / 1000)
+
+
+def fastest(
+    rows: tuple[dict[str, Any], ...],
+    exact: Mapping[str, Any],
+    sizes: Mapping[str, int],
+    multiprocessors: int,
+    legal: Callable[[dict[str, Any]], bool] = lambda config: True,
+) -> tuple[dict[str, Any], float] | None:
+    """The configuration of the least predicted time, and that time; None without models."""
+    best: tuple[dict[str, Any], float] | None = None
+    for row in rows:
+        if "model" not in row or any(row.get(name) != value for name, value in exact.items()):
+            continue
+        us = predicted_us(row, sizes["m"], sizes["n"], sizes["k"], multiprocessors)
+        if (best is None or us < best[1]) and legal(row["config"]):
+            best = (row["config"], us)
+    return best
+
+
+def chosen(
+    rows: tuple[dict[str, Any], ...],
+    exact: Mapping[str, Any],
+    sizes: Mapping[str, int],
+    multiprocessors: int,
+    legal: Callable[[dict[str, Any]], bool] = lambda config: True,
+) -> dict[str, Any] | None:
+    """The table's configuration for a product of m x n x k, or None where it has none.
+
+    Few rows: the nearest row's. Many: a row that is close, else the models', else the nearest's.
+    """
+    near = _nearest(rows, exact, sizes, legal)
+    if sizes["m"] > FEW_ROWS and (near is None or near[0] > _CLOSE):
+        model = fastest(rows, exact, sizes, multiprocessors, legal)
+        if model is not None:
+            return model[0]
+    return None if near is None else near[1]
+
+
+def preferred(
+    rows: tuple[dict[str, Any], ...],
+    exact: Mapping[str, Any],
+    sizes: Mapping[str, int],
+    multiprocessors: int,
+) -> str | None:
+    """The back end that the table finds fastest for a product, or None where it cannot tell."""
+    near = _nearest(rows, {"backend": "auto", **exact}, sizes, lambda config: True)
+    if sizes["m"] > FEW_ROWS and (near is None or near[0] > _CLOSE):
+        backends = sorted({row["backend"] for row in rows if "model" in row})
+        times = {
+            backend: found[1]
+            for backend in backends
+            if (found := fastest(rows, {"backend": backend, **exact}, sizes, multiprocessors))
+        }
+        if len(times) > 1:
+            return min(times, key=times.__getitem__)
+    return None if near is None else near[1].get("backend")
 
 
 def write(path: Path, operator: str, device: str, rows: list[dict[str, Any]], about: Any) -> None:

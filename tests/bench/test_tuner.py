@@ -154,11 +154,11 @@ def test_rows_that_a_neighbour_serves_are_left_out():
     a, b = {"tile": 1}, {"tile": 2}
     alike = [entry_of(m, [[a, 10.0], [b, 10.1]]) for m in (1, 2, 4)]
     other = entry_of(8, [[a, 12.0], [b, 10.0]])
-    rows = tuner.thin([*alike, other])
+    rows = tables.thin([*alike, other])
     assert [row["config"] for row in rows] == [b]  # within 2 % everywhere
     other = entry_of(8, [[a, 10.0], [b, 20.0]])
     far = entry_of(64, [[b, 5.0], [a, 50.0]])
-    rows = tuner.thin([*alike, other, far])
+    rows = tables.thin([*alike, other, far])
     assert {json.dumps(row["config"]) for row in rows} == {json.dumps(a), json.dumps(b)}
     exact = {"backend": "triton", "group_size": 256}
     for entry in (*alike, other, far):

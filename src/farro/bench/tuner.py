@@ -2,8 +2,8 @@
 
 For each problem the kernel's own `configs` are compiled in parallel processes, run and compared bit
 for bit with each other and by value with the truth, timed quickly, and the best few carefully. All
-times go to a log beside the table, from which the table is made: a run that stops is continued by
-the next one, and rows that a neighbour's configuration serves as well are left out.
+times go to a log beside the table, from which bench/tables.py makes the table: a run that stops is
+continued by the next one.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from typing import Any
 import torch
 
 from .. import tuning
+from ..arch import arch_of
 from ..dispatch import Kernel
 from ..problem import Problem
 from ..testing import poisoned_memory
-from . import builders, results
+from . import builders, results, tables
 from .builders import Task
 from .case import Adapter, Case
 from .runner import Plan, relative_error
@@ -30,7 +31,6 @@ from .timing import Budget, GpuTimer, Timer, median, timer
 _CAREFUL = Budget(10.0, 10, 60)
 _FEW = 4  # configurations that are timed carefully
 _HOPELESS = 2.0  # times slower than the best so far after two runs: not timed further
-_TOLERANCE = 1.02  # a row is left out where its neighbour's configuration is this close
 MAX_ERROR = 1e-2  # of any right result, BF16 outputs and quantizers included
 
 
@@ -258,6 +258,7 @@ def _record(tuner: Tuner, item: Work, times: dict[Any, float], few: list[Any]) -
         "chosen_us": chosen,
         "measured": len(times),
         "times": [[as_dict(c), us] for c, us in sorted(times.items(), key=lambda p: p[1])],
+        "tiles": [list(getattr(c, "tile", ())) for c in sorted(times, key=lambda c: times[c])],
     }
     tuner.entries.append(entry)
     share = (
@@ -282,7 +283,7 @@ def _write(tuner: Tuner) -> None:
     if not tuner.keep:
         return
     about = {"date": _today(), "versions": results.versions(), "commit": results.commit()}
-    rows = thin(tuner.entries) + preferences(tuner.entries)
+    rows = tables.rows(tuner.entries, _multiprocessors(tuner.device))
     tuning.write(tuner.table, tuner.adapter.operator, tuner.slug, rows, about)
     part = tuner.log.with_suffix(".part")
     lines = ",\n".join(json.dumps(entry) for entry in tuner.entries)
@@ -290,80 +291,9 @@ def _write(tuner: Tuner) -> None:
     part.replace(tuner.log)
 
 
+def _multiprocessors(device: torch.device) -> int:
+    return arch_of(device).multiprocessors
+
+
 def _today() -> str:
     return time.strftime("%Y-%m-%d", time.gmtime())
-
-
-def _row(entry: dict[str, Any]) -> dict[str, Any]:
-    problem = {name: value for name, value in entry["problem"].items() if name != "dtype"}
-    return {**problem, "us": round(entry["best_us"], 2), "config": entry["best"]}
-
-
-def thin(entries: list[dict[str, Any]], tolerance: float = _TOLERANCE) -> list[dict[str, Any]]:
-    """The table's rows: each problem's best, less those that the nearest other row serves as well.
-
-    A row is dropped only if every problem measured is still served within `tolerance` of its best.
-    """
-    kept = [_row(entry) for entry in entries]
-    for row in list(kept):
-        rest = tuple(r for r in kept if r is not row)
-        if all(_served(entry, rest, tolerance) for entry in entries if _alike(entry, row)):
-            kept = list(rest)
-    return kept
-
-
-def preferences(
-    entries: list[dict[str, Any]], tolerance: float = _TOLERANCE
-) -> list[dict[str, Any]]:
-    """Rows that tell "auto" which back end was fastest, where several were measured.
-
-    As in `thin`, a row is dropped where the nearest other one names a back end as fast.
-    """
-    times: dict[tuple[tuple[str, Any], ...], dict[str, float]] = {}
-    for entry in entries:
-        problem = {name: v for name, v in entry["problem"].items() if name != "dtype"}
-        backend = problem.pop("backend")
-        times.setdefault(tuple(problem.items()), {})[backend] = entry["best_us"]
-    rivals = {problem: us for problem, us in times.items() if len(us) > 1}
-    kept = [
-        {"backend": "auto", **dict(problem), "config": {"backend": min(us, key=us.__getitem__)}}
-        for problem, us in rivals.items()
-    ]
-
-    def served(rows: list[dict[str, Any]]) -> bool:
-        for problem, us in rivals.items():
-            sizes = {name: v for name, v in problem if name in ("m", "n", "k")}
-            exact = {name: v for name, v in problem if name not in sizes}
-            found = tuning.nearest(tuple(rows), exact, sizes)
-            if found is None or us.get(found["backend"], float("inf")) > tolerance * min(
-                us.values()
-            ):
-                return False
-        return True
-
-    for row in list(kept):
-        rest = [r for r in kept if r is not row]
-        if served(rest):
-            kept = rest
-    return kept
-
-
-def _alike(entry: dict[str, Any], row: dict[str, Any]) -> bool:
-    problem = entry["problem"]
-    return all(problem[name] == row[name] for name in ("backend", "group_size"))
-
-
-def _served(entry: dict[str, Any], rows: tuple[dict[str, Any], ...], tolerance: float) -> bool:
-    problem = entry["problem"]
-    exact = {name: problem[name] for name in ("backend", "group_size")}
-    sizes = {name: problem[name] for name in ("m", "n", "k") if name in problem}
-    measured = {json.dumps(config, sort_keys=True): us for config, us in entry["times"]}
-
-    def legal(config: dict[str, Any]) -> bool:
-        return json.dumps(config, sort_keys=True) in measured
-
-    found = tuning.nearest(rows, exact, sizes, legal)
-    if found is None:
-        return False
-    us = measured[json.dumps(found, sort_keys=True)]
-    return bool(us <= tolerance * entry["best_us"])

@@ -94,7 +94,7 @@ def tune_command(
     for line in _lines(summary):
         print(line)
     if not dry_run:
-        print(f"wrote {session.table} ({len(tuner.thin(entries))} rows)")
+        print(f"wrote {session.table}")
 
 
 def _progress() -> Any:

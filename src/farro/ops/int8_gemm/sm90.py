@@ -17,7 +17,7 @@ from ...cuda import tensor_map
 from ...cuda.launch import Launch, kernel_function
 from ...dispatch import insert
 from ...problem import Problem
-from ...tuning import nearest, table
+from ...tuning import FEW_ROWS, chosen, preferred, table
 
 SHARED_LIMIT = 232448  # bytes a CTA may use on SM90
 _ALIGNMENT = 1024  # of shared memory, for the 128-byte swizzle
@@ -95,14 +95,15 @@ def why_not(problem: Problem) -> str | None:
 def yields(problem: Problem) -> str | None:
     """What the tuned table says another back end does faster, "auto" leaves to that one."""
     (m, k), n = problem.spec("a").shape, problem.spec("b").shape[-1]
-    preferred = nearest(
+    backend = preferred(
         table("int8_gemm", problem.arch.device),
-        {"backend": "auto", "group_size": group_of(problem)},
+        {"group_size": group_of(problem)},
         {"m": m, "n": n, "k": k},
+        problem.arch.multiprocessors,
     )
-    if preferred is None or preferred.get("backend") == "cuda":
+    if backend in (None, "cuda"):
         return None
-    return f"{preferred.get('backend')} was faster on the nearest problem of the tuned table"
+    return f"{backend} is faster here by the tuned table"
 
 
 def must_run(problem: Problem) -> bool:
@@ -178,9 +179,12 @@ def is_legal(config: Config, group_size: int, m: int = 1) -> bool:
 
 
 def config(problem: Problem) -> Config:
-    """The tuned table's nearest row, else the heuristic."""
+    """The tuned table's, else the heuristic's."""
     group_size = group_of(problem)
     (m, k), n = problem.spec("a").shape, problem.spec("b").shape[1]
+    rows, exact = table("int8_gemm", problem.arch.device), {"backend": "cuda"}
+    arguments = (rows, {**exact, "group_size": group_size}, {"m": m, "n": n, "k": k})
+    count = problem.arch.multiprocessors
 
     def legal(values: dict[str, Any]) -> bool:
         try:
@@ -188,13 +192,24 @@ def config(problem: Problem) -> Config:
         except TypeError:  # a table of another version
             return False
 
-    found = nearest(
-        table("int8_gemm", problem.arch.device),
-        {"backend": "cuda", "group_size": group_size},
-        {"m": m, "n": n, "k": k},
-        legal,
-    )
+    def at_once(values: dict[str, Any]) -> bool:
+        return legal(values) and _in_one_round(Config(**values), group_size, m, n, count)
+
+    found = chosen(*arguments, count, at_once) if m <= FEW_ROWS else None
+    found = found or chosen(*arguments, count, legal)
     return heuristic(m, n, k, group_size) if found is None else Config(**found)
+
+
+def _in_one_round(config: Config, group_size: int, m: int, n: int, count: int) -> bool:
+    """Whether all CTAs of the small kernel are resident together, by shared memory and registers.
+
+    The deepest ring is the fastest only where no CTA waits for another to end.
+    """
+    units = (2 if config.ahead else 1) * max(_DEPTH // group_size, 1)
+    registers = 40 + (units + 1) * config.rows // config.consumers // 2
+    by_registers = 65536 // (32 * config.warps * registers)
+    by_memory = SHARED_LIMIT // (shared_bytes(config, group_size) + 1024)
+    return _tiles(m, n, config.rows, config.columns) <= count * min(by_memory, by_registers)
 
 
 def heuristic(m: int, n: int, k: int, group_size: int) -> Config:

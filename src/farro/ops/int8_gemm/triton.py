@@ -15,7 +15,7 @@ import torch
 from ...dispatch import remember
 from ...problem import Problem, TensorSpec
 from ...triton_launch import Launcher, leading_stride, specialization
-from ...tuning import nearest, table
+from ...tuning import chosen, table
 from .triton_configs import (
     Config,
     candidates,
@@ -58,7 +58,7 @@ def must_run(problem: Problem) -> bool:
 
 
 def config(problem: Problem) -> Config:
-    """The tuned table's configuration for the nearest problem, else the heuristic's."""
+    """The tuned table's configuration, else the heuristic's."""
     m, n, k = sizes(problem)
 
     def legal(values: dict[str, Any]) -> bool:
@@ -67,10 +67,11 @@ def config(problem: Problem) -> Config:
         except TypeError:  # a table of another version
             return False
 
-    found = nearest(
+    found = chosen(
         table("int8_gemm", problem.arch.device),
         {"backend": "triton", "group_size": group_of(problem)},
         {"m": m, "n": n, "k": k},
+        problem.arch.multiprocessors,
         legal,
     )
     return heuristic(problem) if found is None else Config.from_dict(found)
