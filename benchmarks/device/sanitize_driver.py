@@ -31,9 +31,10 @@ NATIVE = (
     Config("large", 256, 128, 4),
     Config("large", 256, 112, 3),
     Config("large", 128, 96, 5),
-    Config("small", 8, 64, 4, 1),
+    Config("small", 8, 64, 6, 1, ahead=True),
+    Config("small", 32, 64, 5, 2, ahead=True),
+    Config("small", 16, 64, 3, 1),
     Config("small", 64, 64, 4, 2),
-    Config("small", 16, 64, 4, 4),
 )
 DTYPES = (torch.bfloat16, torch.float32, torch.float16)
 

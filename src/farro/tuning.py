@@ -54,17 +54,19 @@ def _read(path: Path) -> tuple[dict[str, Any], ...]:
 def _is_row(row: Any) -> bool:
     if not isinstance(row, dict) or not isinstance(row.get("config"), dict):
         return False
-    if "model" in row and not (_numbers(row["model"], 3) and _numbers(row.get("tile"), 2)):
+    if "model" in row and not _is_model(row):
         return False
     return all(isinstance(row.get(name, 1), int) for name in ("m", "n", "k"))
 
 
-def _numbers(values: Any, count: int) -> bool:
-    return (
-        isinstance(values, list)
-        and len(values) == count
-        and all(isinstance(value, (int, float)) for value in values)
-    )
+def _is_model(row: dict[str, Any]) -> bool:
+    model, tile = row["model"], row.get("tile")
+    if not isinstance(model, list) or not isinstance(tile, list):
+        return False
+    if len(model) != 3 or not all(isinstance(x, (int, float)) and math.isfinite(x) for x in model):
+        return False
+    sides = len(tile) == 2 and all(isinstance(side, int) and side > 0 for side in tile)
+    return sides and isinstance(row.get("backend"), str)
 
 
 def table(operator: str, device: str) -> tuple[dict[str, Any], ...]:
@@ -167,14 +169,15 @@ def preferred(
     near = _nearest(rows, {"backend": "auto", **exact}, sizes, lambda config: True)
     if sizes["m"] > FEW_ROWS and (near is None or near[0] > _CLOSE):
         backends = sorted({row["backend"] for row in rows if "model" in row})
-        times = {
+        times: dict[str, float] = {
             backend: found[1]
             for backend in backends
             if (found := fastest(rows, {"backend": backend, **exact}, sizes, multiprocessors))
         }
         if len(times) > 1:
             return min(times, key=times.__getitem__)
-    return None if near is None else near[1].get("backend")
+    named = None if near is None else near[1].get("backend")
+    return named if isinstance(named, str) else None
 
 
 def write(path: Path, operator: str, device: str, rows: list[dict[str, Any]], about: Any) -> None:

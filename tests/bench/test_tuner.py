@@ -142,28 +142,3 @@ class Dies:
         if name.startswith("__"):
             raise AttributeError(name)
         os._exit(7)
-
-
-def entry_of(m, times):
-    best = min(times, key=lambda pair: pair[1])
-    problem = {"backend": "triton", "group_size": 256, "dtype": "bfloat16", "m": m, "n": 8, "k": 8}
-    return {"problem": problem, "best": best[0], "best_us": best[1], "times": times}
-
-
-def test_rows_that_a_neighbour_serves_are_left_out():
-    a, b = {"tile": 1}, {"tile": 2}
-    alike = [entry_of(m, [[a, 10.0], [b, 10.1]]) for m in (1, 2, 4)]
-    other = entry_of(8, [[a, 12.0], [b, 10.0]])
-    rows = tables.thin([*alike, other])
-    assert [row["config"] for row in rows] == [b]  # within 2 % everywhere
-    other = entry_of(8, [[a, 10.0], [b, 20.0]])
-    far = entry_of(64, [[b, 5.0], [a, 50.0]])
-    rows = tables.thin([*alike, other, far])
-    assert {json.dumps(row["config"]) for row in rows} == {json.dumps(a), json.dumps(b)}
-    exact = {"backend": "triton", "group_size": 256}
-    for entry in (*alike, other, far):
-        sizes = {name: entry["problem"][name] for name in ("m", "n", "k")}
-        found = tuning.nearest(tuple(rows), exact, sizes)
-        assert dict((json.dumps(c), us) for c, us in entry["times"])[json.dumps(found)] <= (
-            1.02 * entry["best_us"]
-        )

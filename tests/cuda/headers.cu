@@ -47,6 +47,20 @@ __global__ void __launch_bounds__(64) hand_over(const int* from, int* to, int ro
   }
 }
 
+// ---- Named barriers: pairs of warps reverse rows together, each pair at its own pace ----
+
+__global__ void __launch_bounds__(128) reverse_in_pairs(const int* from, int* to, int rows) {
+  __shared__ int slots[2][64];
+  const int pair = threadIdx.x / 64, thread = threadIdx.x % 64;
+  for (int row = pair; row < (pair ? rows : rows / 2); ++row) {
+    const int at = 64 * (2 * row + pair);
+    slots[pair][thread] = from[at + thread];
+    named_barrier(1 + pair, 64);
+    to[at + thread] = slots[pair][63 - thread];
+    named_barrier(1 + pair, 64);
+  }
+}
+
 // ---- TMA: one box, as it then lies in shared memory ----
 
 template <int ROWS>

@@ -14,23 +14,10 @@ pytest.importorskip("cuda.core", reason="needs cuda-core: pip install 'farro[cud
 
 from farro.cuda import jit
 from farro.ops.int8_gemm import sm90
-from farro.ops.int8_gemm.sm90 import Config
 
-GROUP_SIZES = (32, 64, 128, 256)
+from ..ops.sm90_forced import GROUP_SIZES, shapes
+
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-
-
-def shapes(policy, group_size):
-    """One legal configuration of each tile and cluster: the deepest ring that fits."""
-    found = {}
-    for rows in sm90._ROWS[policy]:
-        for columns in sm90._COLUMNS[policy]:
-            for cluster in (1, 2, 4):
-                for stages in (3, 4, 6) if policy == "large" else (4, 8, 12):
-                    config = Config(policy, rows, columns, stages, cluster)
-                    if sm90.is_legal(config, group_size):
-                        found[rows, columns, cluster] = config
-    return list(found.values())
 
 
 def compiled(config, group_size, dtype):
@@ -64,14 +51,17 @@ def check(config, group_size, dtype, tmp_path):
     # C7510 and its like: wgmma is serialized, because accumulators are touched or cross a call
     assert "serialized" not in told and not re.search(r"C75\d\d", told), f"{what}: {told}"
     assert "setmaxnreg" not in told, f"{what}: {told}"
+    lines = disassembled(cubin, tmp_path)
     if config.policy == "large":
         # setmaxnreg moves registers between warpgroups only if all 168 * 384 are taken at launch
         assert registers == 168, what
         assert stack <= 128, f"{what}: {stack} bytes of stack (the scale producer has 40 registers)"
     else:
-        assert registers <= 255 and stack <= 16, f"{what}: {registers} registers, {stack} of stack"
-    lines = disassembled(cubin, tmp_path)
-    columns = config.columns if config.policy == "large" else config.rows
+        most = min(255, 65536 // (32 * config.warps) // 8 * 8)
+        assert registers <= most and stack <= 16, f"{what}: {registers} registers, {stack} of stack"
+        if config.ahead:  # some sums are held while others are added up
+            assert any("WARPGROUP.DEPBAR.LE gsb0, 0x1" in line for line in lines), what
+    columns = config.columns if config.policy == "large" else config.rows // config.consumers
     products = [i for i, line in enumerate(lines) if "IGMMA." in line]
     assert products and all(f"IGMMA.64x{columns}x32.S8.S8" in lines[i] for i in products), what
     waves = config.rows // 128 if config.policy == "large" else 1
@@ -109,8 +99,6 @@ def test_every_tile(group_size, policy, dtype, tmp_path):
 
 
 def test_the_shapes_are_all_there_are():
-    for policy, count in (("large", 6), ("small", 15)):
-        assert len(shapes(policy, 256)) == count
-    # with 128 tokens, the sums of four groups do not fit, nor the exchange of two between CTAs
-    assert not any(c.rows == 128 for c in shapes("small", 32))
-    assert {c.cluster for c in shapes("small", 64) if c.rows == 128} == {1}
+    for policy, counts in (("large", (6, 6, 6, 6)), ("small", (12, 15, 17, 17))):
+        assert tuple(len(shapes(policy, g)) for g in GROUP_SIZES) == counts
+    assert {c.ahead for c in shapes("small", 32)} == {False, True}

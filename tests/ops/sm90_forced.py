@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -21,21 +22,19 @@ GROUP_SIZES = (32, 64, 128, 256)
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 LARGE, NARROW = Config("large", 256, 128, 4, raster=4), Config("large", 128, 112, 6, raster=4)
-SMALL, SHARED = Config("small", 16, 64, 8, 1, raster=4), Config("small", 32, 64, 8, 4, raster=4)
-SOME = (LARGE, NARROW, SMALL, SHARED)  # legal at every group size; compiled for every output type
+SMALL, PAIRED = Config("small", 16, 64, 8, 1, ahead=True), Config("small", 32, 64, 4, 2)
+SOME = (LARGE, NARROW, SMALL, PAIRED)  # legal at every group size; compiled for every output type
 
 
 def shapes(policy, group_size):
-    """One legal configuration of each tile and cluster."""
-    depths = (6, 4, 3) if policy == "large" else (8, 6, 4)
+    """One legal configuration of each tile, number of warpgroups and way to promote."""
     found = {}
-    for rows in sm90._ROWS[policy]:
-        for columns in sm90._COLUMNS[policy]:
-            for cluster in (1, 2, 4):
-                for stages in depths:
-                    config = Config(policy, rows, columns, stages, cluster, raster=4)
-                    if sm90.is_legal(config, group_size):
-                        found.setdefault((rows, columns, cluster), config)
+    tiles = itertools.product(sm90._ROWS[policy], sm90._COLUMNS[policy], (1, 2), (False, True))
+    for rows, columns, consumers, ahead in tiles:
+        for stages in (6, 4, 3):
+            config = Config(policy, rows, columns, stages, consumers, ahead, raster=4)
+            if sm90.is_legal(config, group_size):
+                found.setdefault((rows, columns, consumers, ahead), config)
     return list(found.values())
 
 

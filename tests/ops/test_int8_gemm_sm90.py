@@ -23,6 +23,7 @@ from farro.ops.int8_gemm.sm90 import Config
 from farro.problem import Problem, TensorSpec
 
 GROUP_SIZES = (32, 64, 128, 256)
+H200 = "nvidia_h200"  # has a shipped table
 SIZES = (1, 2, 8, 9, 16, 33, 64, 65, 100, 128, 129, 257, 1000, 4096, 7168, 8192, 24576, 32769)
 
 
@@ -51,7 +52,7 @@ group_sizes = st.sampled_from(GROUP_SIZES)
 
 
 def test_the_small_heuristic_everywhere():
-    """Each M up to 128 with each group size: clusters once outgrew shared memory at G64."""
+    """Each M up to 128 with each group size."""
     for group_size in GROUP_SIZES:
         for m in range(1, 129):
             for n in (1, 64, 512, 4096, 24576):
@@ -62,15 +63,15 @@ def test_the_small_heuristic_everywhere():
 
 
 @settings(max_examples=300, deadline=None)
-@given(m=rows, n=sizes, k=sizes, group_size=group_sizes)
-def test_every_choice_is_legal(m, n, k, group_size):
-    chosen = sm90.config(problem_of(m, n, k, group_size))
+@given(m=rows, n=sizes, k=sizes, group_size=group_sizes, device=st.sampled_from(["", H200]))
+def test_every_choice_is_legal(m, n, k, group_size, device):
+    chosen = sm90.config(problem_of(m, n, k, group_size, device))
     assert sm90.is_legal(chosen, group_size, m)
     assert sm90.shared_bytes(chosen, group_size) <= sm90.SHARED_LIMIT == 227 * 1024
     x, y, z = sm90._grid(chosen, m, n, 132)
-    assert 1 <= x < 2**31 and 1 <= y <= 65535 and z == 1 and x % chosen.cluster == 0
+    assert 1 <= x < 2**31 and 1 <= y <= 65535 and z == 1
     if chosen.policy == "small":
-        assert x // chosen.cluster * chosen.columns >= n and y * chosen.rows >= m
+        assert x * chosen.columns >= n and y * chosen.rows >= m
     assert chosen.warps * 32 <= 1024
 
 
@@ -90,28 +91,65 @@ def test_what_the_tuner_times(m, n, k, group_size):
 
 def test_rows_that_do_not_fit_the_grid():
     tall = 65535 * 8 + 1
-    small = Config("small", 8, 64, 8)
+    small = Config("small", 8, 64, 8, 1)
     assert sm90.is_legal(small, 256, tall - 1) and not sm90.is_legal(small, 256, tall)
     assert small not in sm90.configs(problem_of(tall, 64, 64))
     assert sm90.is_legal(Config("large", 256, 128, 4), 256, tall)
 
 
 def test_illegal_configurations():
-    large, small = Config("large", 256, 128, 4), Config("small", 16, 64, 8, 2)
+    large, small = Config("large", 256, 128, 4), Config("small", 16, 64, 8, 2, ahead=True)
     assert sm90.is_legal(large, 256) and sm90.is_legal(small, 256)
     for base, change in (
         *((large, c) for c in ({"rows": 192}, {"columns": 64}, {"columns": 256}, {"stages": 5})),
-        *((large, c) for c in ({"cluster": 2}, {"raster": 0}, {"raster": -8}, {"raster": True})),
+        *((large, c) for c in ({"consumers": 1}, {"ahead": True}, {"raster": 0}, {"raster": -8})),
         *(
             (large, c)
             for c in ({"stages": 2}, {"policy": "huge"}, {"rows": 256.0}, {"rows": "256"})
         ),
-        *((small, c) for c in ({"rows": 24}, {"columns": 128}, {"stages": 2}, {"cluster": 3})),
-        *((small, c) for c in ({"cluster": 16}, {"cluster": 0}, {"stages": 99}, {"rows": 256})),
+        *((large, c) for c in ({"raster": True}, {"raster": 65}, {"consumers": True})),
+        *((small, c) for c in ({"rows": 24}, {"columns": 128}, {"stages": 4}, {"consumers": 3})),
+        *((small, c) for c in ({"rows": 8}, {"consumers": 0}, {"stages": 99}, {"rows": 256})),
+        *((small, c) for c in ({"ahead": 1}, {"ahead": None}, {"ahead": "true"})),
     ):
         assert not sm90.is_legal(dataclasses.replace(base, **change), 256), change
-    assert not sm90.is_legal(Config("small", 8, 64, 8, 8), 256)  # nobody would own a sum
-    assert not sm90.is_legal(Config("small", 128, 64, 4), 32)  # 256 registers of sums
+
+
+def test_which_few_rows_are_legal():
+    """The ring holds the units in use and another stage; the sums of a unit stay in registers."""
+
+    def legal(tokens, consumers, ahead, stages, group_size):
+        return sm90.is_legal(Config("small", tokens, 64, stages, consumers, ahead), group_size)
+
+    for ahead, group_size, least in (
+        *((False, g, 2) for g in (32, 64, 128)),
+        *((True, g, 3) for g in (32, 64, 128)),
+        *((False, 256, 3), (True, 256, 5)),
+    ):
+        assert legal(16, 1, ahead, least, group_size)
+        assert not legal(16, 1, ahead, least - 1, group_size), (ahead, group_size)
+    assert not legal(8, 2, False, 8, 256)  # four tokens are half a swizzle atom
+    found = {
+        (tokens, consumers, ahead, group_size)
+        for group_size in GROUP_SIZES
+        for tokens in sm90._ROWS["small"]
+        for consumers in (1, 2)
+        for ahead in (False, True)
+        if legal(tokens, consumers, ahead, 6, group_size)
+    }
+    most = {  # tokens, by hand: 32-bit sums a thread up to 176 of one warpgroup, 112 of two
+        (1, False): {32: 64, 64: 64, 128: 128, 256: 128},
+        (1, True): {32: 32, 64: 64, 128: 64, 256: 64},
+        (2, False): {32: 64, 64: 128, 128: 128, 256: 128},
+        (2, True): {32: 32, 64: 64, 128: 128, 256: 128},
+    }
+    assert found == {
+        (tokens, consumers, ahead, group_size)
+        for (consumers, ahead), limits in most.items()
+        for group_size, limit in limits.items()
+        for tokens in (8, 16, 32, 64, 128)
+        if 8 * consumers <= tokens <= limit
+    }
 
 
 # --- what it runs --------------------------------------------------------------------------------
@@ -206,15 +244,21 @@ def test_parameters_lie_as_the_kernel_reads_them(policy, tmp_path):
         kind, names = re.fullmatch(r"((?:const )?\w+\*?) (.*)", declaration, re.DOTALL).groups()
         fields += [(name.strip(), wide[kind]) for name in names.split(",")]
     ours = [(name, ctypes.sizeof(kind)) for name, kind in sm90._Parameters._fields_]
-    assert fields == ours[: len(fields)]  # the small kernel's struct is the beginning
-    if policy == "large":
-        assert len(fields) == len(ours)
+    assert fields == ours
     facts = [
         f"static_assert(__builtin_offsetof(Problem, {name}) == "
         f"{getattr(sm90._Parameters, name).offset} && sizeof(Problem::{name}) == {size});"
         for name, size in fields
     ]
     compiles(f'#include "{source_of(policy)}"\n' + "\n".join(facts), tmp_path)
+
+
+SMALL_FACTS = """
+static_assert(L::bytes == %d && L::full %% 8 == 0 && L::empty - L::full == L::bytes - L::empty);
+static_assert(L::tokens %% 1024 == 0 && L::token_bytes %% 1024 == 0, "swizzle atoms");
+static_assert(L::scales %% 16 == 0 && L::scale_floats %% 4 == 0, "16-byte copies of scales");
+static_assert(L::unit_groups * kRows %% 4 == 0 && L::pitch %% 16 == 0, "16-byte stores");
+"""
 
 
 @pytest.mark.parametrize("policy", ("large", "small"))
@@ -228,12 +272,14 @@ def test_shared_memory_adds_up(policy, tmp_path):
             if policy == "large":
                 layout = f"Shared<{c.rows}, {c.columns}, {c.stages}>"
                 end = f"{layout}::scale_empty + 8 * kScaleStages"
-            else:
-                layout = f"Layout<{group_size}, {c.rows}, {c.stages}, {c.cluster}>"
-                end = f"{layout}::bytes"
-            facts.add(f"static_assert({end} == {size} && {layout}::full % 8 == 0);")
+                facts.add(f"static_assert({end} == {size} && {layout}::full % 8 == 0);")
+                continue
+            for out in ("float", "BFloat16"):
+                layout = f"Layout<{out}, {group_size}, {c.rows}, {c.stages}>"
+                facts.add(f"using L = {layout};" + SMALL_FACTS % size)
     assert len(facts) >= 20
-    compiles(f'#include "{source_of(policy)}"\n' + "\n".join(sorted(facts)), tmp_path)
+    inside = (f"namespace layout{i} {{ {fact} }}" for i, fact in enumerate(sorted(facts)))
+    compiles(f'#include "{source_of(policy)}"\n' + "\n".join(inside), tmp_path)
 
 
 def test_facts_that_are_wrong_do_not_compile(tmp_path):
@@ -258,7 +304,7 @@ def table(monkeypatch, tmp_path):
 
 
 def test_the_tuned_table_is_asked_first(table):
-    best, other = Config("large", 128, 96, 5, raster=16), Config("small", 8, 64, 12)
+    best, other = Config("large", 128, 96, 5, raster=16), Config("small", 8, 64, 12, 1)
     rows = [
         {"backend": "cuda", "m": 1024, "config": best.as_dict()},
         {"backend": "cuda", "m": 4, "config": other.as_dict()},
@@ -271,6 +317,8 @@ def test_the_tuned_table_is_asked_first(table):
         {"backend": "cuda", "m": 1000, "config": {**best.as_dict(), "stages": 9}},
         {"backend": "cuda", "m": 1000, "config": {**best.as_dict(), "stages": "4"}},
         {"backend": "cuda", "m": 1000, "config": {**best.as_dict(), "raster": None}},
+        {"backend": "cuda", "m": 5, "config": {**other.as_dict(), "ahead": None}},
+        {"backend": "cuda", "m": 5, "config": {"policy": "small", "rows": 8, "cluster": 2}},
     ]
     table(*rows)
     assert sm90.config(problem_of(1000, 4096, 4096, device="some_gpu")) == best
@@ -282,6 +330,46 @@ def test_the_tuned_table_is_asked_first(table):
     assert tall == sm90.heuristic(2**20, 4096, 4096, 256)  # its grid has no room for this
 
 
+def test_few_rows_take_what_is_resident_at_once(table):
+    """A deep ring leaves room for one CTA of a multiprocessor; a second round would wait for it."""
+    deep, shallow = Config("small", 64, 64, 12, 1, ahead=True), Config("small", 64, 64, 6, 1)
+    assert sm90.shared_bytes(deep, 256) > sm90.SHARED_LIMIT / 2
+    assert sm90.shared_bytes(shallow, 256) <= sm90.SHARED_LIMIT / 2 - 1024
+    rows = [
+        {"backend": "cuda", "m": 64, "n": 8192, "config": deep.as_dict()},
+        {"backend": "cuda", "m": 64, "n": 64, "config": shallow.as_dict()},
+    ]
+    table(*rows)
+
+    def chosen(n, multiprocessors):
+        problem = problem_of(64, n, 4096, device="some_gpu")
+        arch = dataclasses.replace(problem.arch, multiprocessors=multiprocessors)
+        return sm90.config(dataclasses.replace(problem, arch=arch))
+
+    assert chosen(8192, 128) == deep  # 128 tiles, the nearest row
+    assert chosen(8192, 127) == chosen(8193, 128) == chosen(2 * 8192, 128) == shallow
+    assert chosen(2**20, 128) == deep  # nothing is resident at once: the nearest row after all
+
+
+def test_models_serve_many_rows(table):
+    near, far = Config("large", 128, 128, 6), Config("large", 256, 128, 4)
+    about = {"backend": "cuda", "n": None, "k": None}
+    models = [
+        {"config": near.as_dict(), "tile": [128, 128], "model": [1.0, 4.0, 0.0]},
+        {"config": far.as_dict(), "tile": [256, 128], "model": [1.0, 6.0, 0.0]},
+        {"config": {**far.as_dict(), "rows": 512}, "tile": [512, 128], "model": [0.0, 0.0, 0.0]},
+    ]
+    tuned = [{k: v for k, v in {**about, **m}.items() if v is not None} for m in models]
+    path = tuning.user_path("int8_gemm", "some_gpu")
+    rows = [{"group_size": 256, **row} for row in tuned]
+    tuning.write(path, "int8_gemm", "some_gpu", rows, None)
+    # 128 tiles of 128 rows fit 132 multiprocessors; of 8192 rows there are 2048 or 1024: 16 or 8
+    assert sm90.config(problem_of(512, 4096, 4096, device="some_gpu")) == near
+    assert sm90.config(problem_of(8192, 4096, 4096, device="some_gpu")) == far
+    few = sm90.config(problem_of(64, 4096, 4096, device="some_gpu"))
+    assert few == sm90.heuristic(64, 4096, 4096, 256)  # models are for many
+
+
 def test_auto_yields_where_the_table_says_so(table):
     pytest.importorskip("triton")
     pytest.importorskip("cuda.core", reason="needs cuda-core: pip install 'farro[cuda]'")
@@ -289,7 +377,7 @@ def test_auto_yields_where_the_table_says_so(table):
         {"backend": "auto", "m": 1024, "config": {"backend": "cuda"}},
         {"backend": "auto", "m": 16, "config": {"backend": "triton"}},
     )
-    assert "triton was faster" in sm90.yields(problem_of(20, 4096, 4096, device="some_gpu"))
+    assert "triton is faster" in sm90.yields(problem_of(20, 4096, 4096, device="some_gpu"))
     assert sm90.yields(problem_of(900, 4096, 4096, device="some_gpu")) is None
     assert sm90.yields(problem_of(20, 4096, 4096)) is None
     assert sm90.yields(problem_of(20, 4096, 4096, 64, device="some_gpu")) is None

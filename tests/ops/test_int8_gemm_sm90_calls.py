@@ -15,7 +15,7 @@ from .sm90_forced import (
     KERNEL,
     LARGE,
     NARROW,
-    SHARED,
+    PAIRED,
     SMALL,
     SOME,
     compile_all,
@@ -222,7 +222,7 @@ def test_outputs_past_four_billion_elements(generator):
     rows = torch.tensor([0, 255, 256, 32767, 32768, 32769, 65535, 65536, m - 1], device="cuda")
     few = (a[rows].contiguous(), weight.T, scale_a[rows].contiguous(), scale_b, None)
     want = expected(few, 64, BF16)
-    for config in (LARGE, SHARED):
+    for config in (LARGE, PAIRED):
         out.fill_(float("nan"))
         KERNEL.function()(config, a, weight.T, scale_a, scale_b, None, out, 64)
         same(out[rows], want, config)

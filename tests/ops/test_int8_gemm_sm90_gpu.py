@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -17,6 +19,8 @@ from .sm90_forced import (
     GROUP_SIZES,
     LARGE,
     NARROW,
+    PAIRED,
+    SMALL,
     SOME,
     compile_all,
     expected,
@@ -34,6 +38,12 @@ MANY_TILES = (2100, 1100, 456)  # more tiles than SMs, so that rings go on from 
 CHOICES = (1, 7, 8, 9, 16, 17, 32, 33, 64, 65, 100, 128, 129, 256, 257, 300)  # rows, to 1000 x 2560
 
 
+def depths(group_size):
+    """SMALL and PAIRED with every legal ring from 2 to 24 stages, in steps."""
+    wanted = (dataclasses.replace(c, stages=s) for c in (SMALL, PAIRED) for s in (2, 3, 5, 12, 24))
+    return [c for c in wanted if sm90.is_legal(c, group_size)]
+
+
 @pytest.fixture(scope="module", autouse=True)
 def compiled():
     skip_without_it()
@@ -46,6 +56,7 @@ def compiled():
         if dtype is FP32 or config in SOME
     ]
     chosen = [(sm90.heuristic(m, 1000, 2560, g), g) for m in CHOICES for g in GROUP_SIZES]
+    wanted += [sm90.kernel_name(c, g, FP32) for g in GROUP_SIZES for c in depths(g)]
     compile_all(wanted + [sm90.kernel_name(config, g, FP32) for config, g in chosen])
 
 
@@ -169,7 +180,7 @@ def test_rows_do_not_depend_on_rows(config, generator):
 
 
 def test_runs_are_equal(generator):
-    """Races between producers, consumers and the CTAs of a cluster would show as differences."""
+    """Races between producers and consumers would show as differences."""
     for group_size in GROUP_SIZES:
         for policy, m in (("large", 1000), ("small", 100)):
             inputs = operands(m, 4096, 2048, group_size, generator)
@@ -178,6 +189,15 @@ def test_runs_are_equal(generator):
                 for turn in range(6):
                     out = forced(config, inputs, group_size)
                     same(out, want, f"{config} G{group_size} turn {turn}")
+
+
+@pytest.mark.parametrize("group_size", GROUP_SIZES)
+def test_every_depth_of_the_ring(group_size, generator):
+    """Few rows: rings that hold all of K, and rings that go around many times."""
+    inputs = operands(70, 200, 5000, group_size, generator)
+    want = expected(inputs, group_size)
+    for config in depths(group_size):
+        same(forced(config, inputs, group_size), want, f"{config} G{group_size}")
 
 
 @pytest.mark.parametrize("raster", (1, 3, 8, 16))

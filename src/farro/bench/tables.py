@@ -32,7 +32,7 @@ def _problem(entry: Entry) -> dict[str, Any]:
 def _split(entry: Entry) -> tuple[dict[str, Any], dict[str, int]]:
     """What a row must agree in, and the sizes."""
     problem = _problem(entry)
-    sizes = {name: problem.pop(name) for name in ("m", "n", "k") if name in problem}
+    sizes: dict[str, int] = {n: problem.pop(n) for n in ("m", "n", "k") if n in problem}
     return problem, sizes
 
 
@@ -44,11 +44,11 @@ def _key(config: Mapping[str, Any]) -> str:
     return json.dumps(config, sort_keys=True)
 
 
-# --- models ----------------------------------------------------------------------------------------
+# --- models --------------------------------------------------------------------------------------
 
 
 def models(entries: list[Entry], multiprocessors: int) -> list[Row]:
-    """A model of each configuration that was near the best somewhere, where a product has many rows.
+    """For many rows, a model of each configuration that was near the best somewhere.
 
     `tuning.predicted_us` has its form; fitted by least squares of the relative error.
     """
@@ -84,7 +84,7 @@ def _fit(
     return [round(float(value), 5) for value in solved]
 
 
-# --- rows ------------------------------------------------------------------------------------------
+# --- rows ----------------------------------------------------------------------------------------
 
 
 def thin(
@@ -118,7 +118,7 @@ def _served(entry: Entry, table: tuple[Row, ...], multiprocessors: int, toleranc
     return found is not None and measured[_key(found)] <= tolerance * entry["best_us"]
 
 
-# --- preferences -----------------------------------------------------------------------------------
+# --- preferences ---------------------------------------------------------------------------------
 
 
 def preferences(

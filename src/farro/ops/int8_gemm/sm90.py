@@ -164,6 +164,8 @@ def is_legal(config: Config, group_size: int, m: int = 1) -> bool:
         return False
     if c.rows not in _ROWS[c.policy] or c.columns not in _COLUMNS[c.policy]:
         return False
+    if type(c.ahead) is not bool:
+        return False
     units = 2 if c.ahead else 1
     if c.stages <= units * max(group_size // _DEPTH, 1):
         return False  # the ring must hold the units in use and let the next one begin
