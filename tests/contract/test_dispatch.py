@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
+import types
 from typing import Any
 
 import pytest
@@ -302,6 +303,8 @@ def test_scenario_14_the_table_is_asked_by_capability(name, monkeypatch) -> None
     capability = (int(name[3:-1]), int(name[-1]))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA Pretended X1")
+    properties = types.SimpleNamespace(multi_processor_count=77)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
     architectures._cuda_arch.cache_clear()
     try:
         arch = architectures.arch_of(torch.device("cuda", 0))
@@ -311,6 +314,7 @@ def test_scenario_14_the_table_is_asked_by_capability(name, monkeypatch) -> None
     assert arch.features == PRETENDED[name]
     assert arch.capability == capability
     assert arch.device == "nvidia_pretended_x1"
+    assert arch.multiprocessors == 77
 
 
 def test_scenario_17_first_calls_tune_nothing(
