@@ -19,16 +19,37 @@ def encode(
     `address` and `row_bytes` are multiples of 16. It depends on nothing but its arguments, so that
     reuse after the memory was freed and given out again is right.
     """
+    return _encode(address, (columns, rows), (row_bytes,), (box_columns, box_rows))
+
+
+@functools.lru_cache(maxsize=4096)
+def encode_groups(
+    address: int, rows: int, columns: int, row_bytes: int, box_groups: int, box_columns: int
+) -> Any:
+    """As encode, of boxes of 16 * box_groups rows in another order; rows are a multiple of 16.
+
+    Row 16 g + 4 q + 2 j + i lies at 16 g + 8 j + 2 q + i of its box, i and j 0 or 1: wgmma gives lane
+    q of a quad columns 8 j + 2 q + i of a tile, and these are then four neighbours of the matrix.
+    """
+    sizes = (columns, 2, 4, 2, rows // 16)
+    steps = tuple(row_bytes * step for step in (1, 4, 2, 16))
+    return _encode(address, sizes, steps, (box_columns, 2, 4, 2, box_groups))
+
+
+def _encode(
+    address: int, sizes: tuple[int, ...], steps: tuple[int, ...], box: tuple[int, ...]
+) -> Any:
+    """`sizes` and `box` from the contiguous dimension on; `steps` in bytes, of all others."""
     from cuda.bindings import driver
 
     what = (
         driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_UINT8,
-        2,
+        len(sizes),
         address,
-        [driver.cuuint64_t(columns), driver.cuuint64_t(rows)],
-        [driver.cuuint64_t(row_bytes)],
-        [driver.cuuint32_t(box_columns), driver.cuuint32_t(box_rows)],
-        [driver.cuuint32_t(1), driver.cuuint32_t(1)],
+        [driver.cuuint64_t(size) for size in sizes],
+        [driver.cuuint64_t(step) for step in steps],
+        [driver.cuuint32_t(size) for size in box],
+        [driver.cuuint32_t(1)] * len(sizes),
         driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
         driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
         driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
@@ -40,7 +61,7 @@ def encode(
         error, descriptor = driver.cuTensorMapEncodeTiled(*what)
     if int(error) != 0:
         raise RuntimeError(
-            f"cuTensorMapEncodeTiled: {error} for {rows} x {columns} bytes, rows {row_bytes} bytes "
-            f"apart at {address:#x}, box {box_rows} x {box_columns}"
+            f"cuTensorMapEncodeTiled: {error} for sizes {sizes}, steps {steps} bytes, box {box}, "
+            f"at {address:#x}"
         )
     return descriptor

@@ -99,6 +99,17 @@ __device__ __forceinline__ void tma_load(u32 smem, const TensorMap* map, int x, 
       : "memory");
 }
 
+// A box of a matrix whose rows are seen as [groups][2][4][2] (tensor_map.encode_groups): x bytes along
+// a row, from group y on.
+__device__ __forceinline__ void tma_load_groups(u32 smem, const TensorMap* map, int x, int y,
+                                                u32 barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%2, 0, 0, 0, %3}], [%4];" ::"r"(smem),
+      "l"(map), "r"(x), "r"(y), "r"(barrier)
+      : "memory");
+}
+
 // ---- Small asynchronous copies (a producer warp's scales) ----
 
 // BYTES (4, 8 or 16, aligned so) to shared memory, or zeros where `valid` is false (nothing is read).

@@ -1,5 +1,5 @@
-// wgmma for INT8: D (int32, registers) = [D +] A (64 x 32, shared) * B (32 x N, shared), both
-// K-major in 128-byte rows with the 128-byte swizzle that TMA writes.
+// wgmma: D (registers) = [D +] A (64 x 32, shared) * B (32 x N, shared), of bytes, both K-major in
+// 128-byte rows with the 128-byte swizzle that TMA writes. INT8 sums to INT32, FP8 E4M3 to FP32.
 #pragma once
 
 #include "ptx.cuh"
@@ -30,118 +30,77 @@ __device__ __forceinline__ void wgmma_hold(int (&d)[COUNT]) {
 #pragma unroll
   for (int i = 0; i < COUNT; ++i) asm volatile("" : "+r"(d[i])::"memory");
 }
-
-// Operand lists: FARRO_D8(d, i) is eight accumulators from d[i] on.
-#define FARRO_D4(d, i) "+r"(d[i]), "+r"(d[i + 1]), "+r"(d[i + 2]), "+r"(d[i + 3])
-#define FARRO_D8(d, i) FARRO_D4(d, i), FARRO_D4(d, i + 4)
-#define FARRO_D16(d, i) FARRO_D8(d, i), FARRO_D8(d, i + 8)
-#define FARRO_D32(d, i) FARRO_D16(d, i), FARRO_D16(d, i + 16)
-#define FARRO_D48(d, i) FARRO_D32(d, i), FARRO_D16(d, i + 32)
-#define FARRO_D56(d, i) FARRO_D48(d, i), FARRO_D8(d, i + 48)
-#define FARRO_D64(d, i) FARRO_D32(d, i), FARRO_D32(d, i + 32)
+template <int COUNT>
+__device__ __forceinline__ void wgmma_hold(float (&d)[COUNT]) {
+#pragma unroll
+  for (int i = 0; i < COUNT; ++i) asm volatile("" : "+f"(d[i])::"memory");
+}
 
 // m64nNk32, N columns; accumulate = false starts from zero.
 template <int N>
 struct WgmmaInt8;
+template <int N>
+struct WgmmaFp8;
 
-template <>
-struct WgmmaInt8<8> {
-  static __device__ __forceinline__ void run(int (&d)[4], u64 a, u64 b, bool accumulate) {
-    asm volatile(
-        "{\n.reg .pred p;\nsetp.ne.b32 p, %6, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n8k32.s32.s8.s8 {"
-        "%0, %1, %2, %3}, "
-        "%4, %5, p;\n}"
-        : FARRO_D4(d, 0)
-        : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));
-  }
-};
+// Accumulators as operands, of constraint C ("+r" or "+f"), and as text
+#define FARRO_D4(C, i) C(d[i]), C(d[i + 1]), C(d[i + 2]), C(d[i + 3])
+#define FARRO_D8(C, i) FARRO_D4(C, i), FARRO_D4(C, i + 4)
+#define FARRO_D16(C, i) FARRO_D8(C, i), FARRO_D8(C, i + 8)
+#define FARRO_D32(C, i) FARRO_D16(C, i), FARRO_D16(C, i + 16)
+#define FARRO_D48(C, i) FARRO_D32(C, i), FARRO_D16(C, i + 32)
+#define FARRO_D56(C, i) FARRO_D48(C, i), FARRO_D8(C, i + 48)
+#define FARRO_D64(C, i) FARRO_D32(C, i), FARRO_D32(C, i + 32)
+#define FARRO_D96(C, i) FARRO_D64(C, i), FARRO_D32(C, i + 64)
+#define FARRO_D128(C, i) FARRO_D64(C, i), FARRO_D64(C, i + 64)
+#define FARRO_T4 "%0, %1, %2, %3"
+#define FARRO_T8 FARRO_T4 ", %4, %5, %6, %7"
+#define FARRO_T16 FARRO_T8 ", %8, %9, %10, %11, %12, %13, %14, %15"
+#define FARRO_T32 FARRO_T16 \
+  ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define FARRO_T48 FARRO_T32 \
+  ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
+#define FARRO_T56 FARRO_T48 ", %48, %49, %50, %51, %52, %53, %54, %55"
+#define FARRO_T64 FARRO_T56 ", %56, %57, %58, %59, %60, %61, %62, %63"
+#define FARRO_T96 FARRO_T64 \
+  ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79" \
+  ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+#define FARRO_T128 FARRO_T96 \
+  ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111" \
+  ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 
-template <>
-struct WgmmaInt8<16> {
-  static __device__ __forceinline__ void run(int (&d)[8], u64 a, u64 b, bool accumulate) {
-    asm volatile(
-        "{\n.reg .pred p;\nsetp.ne.b32 p, %10, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n16k32.s32.s8.s8 {"
-        "%0, %1, %2, %3, %4, %5, %6, %7}, "
-        "%8, %9, p;\n}"
-        : FARRO_D8(d, 0)
-        : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));
-  }
-};
+#define FARRO_WGMMA(N, REGISTERS, A, B, P)                                                       \
+  template <>                                                                                    \
+  struct WgmmaInt8<N> {                                                                          \
+    static __device__ __forceinline__ void run(int (&d)[REGISTERS], u64 a, u64 b,               \
+                                               bool accumulate) {                                \
+      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #P ", 0;\n"                              \
+                   "wgmma.mma_async.sync.aligned.m64n" #N "k32.s32.s8.s8 {" FARRO_T##REGISTERS     \
+                   "}, %" #A ", %" #B ", p;\n}"                                                  \
+                   : FARRO_D##REGISTERS("+r", 0)                                                 \
+                   : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));                         \
+    }                                                                                            \
+  };                                                                                             \
+  template <>                                                                                    \
+  struct WgmmaFp8<N> {                                                                           \
+    static __device__ __forceinline__ void run(float (&d)[REGISTERS], u64 a, u64 b,              \
+                                               bool accumulate) {                                \
+      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #P ", 0;\n"                              \
+                   "wgmma.mma_async.sync.aligned.m64n" #N                                        \
+                   "k32.f32.e4m3.e4m3 {" FARRO_T##REGISTERS "}, %" #A ", %" #B ", p, 1, 1;\n}"   \
+                   : FARRO_D##REGISTERS("+f", 0)                                                 \
+                   : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));                         \
+    }                                                                                            \
+  };
 
-template <>
-struct WgmmaInt8<32> {
-  static __device__ __forceinline__ void run(int (&d)[16], u64 a, u64 b, bool accumulate) {
-    asm volatile(
-        "{\n.reg .pred p;\nsetp.ne.b32 p, %18, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n32k32.s32.s8.s8 {"
-        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
-        "%16, %17, p;\n}"
-        : FARRO_D16(d, 0)
-        : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));
-  }
-};
-
-template <>
-struct WgmmaInt8<64> {
-  static __device__ __forceinline__ void run(int (&d)[32], u64 a, u64 b, bool accumulate) {
-    asm volatile(
-        "{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n64k32.s32.s8.s8 {"
-        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
-        "%32, %33, p;\n}"
-        : FARRO_D32(d, 0)
-        : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));
-  }
-};
-
-template <>
-struct WgmmaInt8<96> {
-  static __device__ __forceinline__ void run(int (&d)[48], u64 a, u64 b, bool accumulate) {
-    asm volatile(
-        "{\n.reg .pred p;\nsetp.ne.b32 p, %50, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n96k32.s32.s8.s8 {"
-        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47}, "
-        "%48, %49, p;\n}"
-        : FARRO_D48(d, 0)
-        : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));
-  }
-};
-
-template <>
-struct WgmmaInt8<112> {
-  static __device__ __forceinline__ void run(int (&d)[56], u64 a, u64 b, bool accumulate) {
-    asm volatile(
-        "{\n.reg .pred p;\nsetp.ne.b32 p, %58, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n112k32.s32.s8.s8 {"
-        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-        "%48, %49, %50, %51, %52, %53, %54, %55}, "
-        "%56, %57, p;\n}"
-        : FARRO_D56(d, 0)
-        : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));
-  }
-};
-
-template <>
-struct WgmmaInt8<128> {
-  static __device__ __forceinline__ void run(int (&d)[64], u64 a, u64 b, bool accumulate) {
-    asm volatile(
-        "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n128k32.s32.s8.s8 {"
-        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
-        "%64, %65, p;\n}"
-        : FARRO_D64(d, 0)
-        : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));
-  }
-};
+// N, registers, and the operands' numbers after them
+FARRO_WGMMA(8, 4, 4, 5, 6)
+FARRO_WGMMA(16, 8, 8, 9, 10)
+FARRO_WGMMA(32, 16, 16, 17, 18)
+FARRO_WGMMA(64, 32, 32, 33, 34)
+FARRO_WGMMA(96, 48, 48, 49, 50)
+FARRO_WGMMA(112, 56, 56, 57, 58)
+FARRO_WGMMA(128, 64, 64, 65, 66)
+FARRO_WGMMA(192, 96, 96, 97, 98)
+FARRO_WGMMA(256, 128, 128, 129, 130)
 
 }  // namespace farro

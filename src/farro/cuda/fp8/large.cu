@@ -1,0 +1,285 @@
+// FP8 E4M3 products on SM90a for many rows: persistent, warp-specialised.
+//
+// A CTA owns a tile of 128 * WAVES x COLUMNS outputs at a time. One warp streams 128-byte-wide boxes
+// of both operands by TMA, with SCALED a second one the scales of the input's rows; two consumer
+// warpgroups compute WAVES times 64 rows each. FAST: the tensor cores add everything. Else partial
+// sums of UNIT blocks of K are promoted to FP32 totals, one wave at a time through one accumulator,
+// while the other warpgroup multiplies.
+//
+// The box of the weight brings its rows in another order, in groups of 16: so each lane's accumulators
+// are four neighbouring columns of the output, and leave as 8 bytes with no exchange between lanes.
+#include "problem.cuh"
+#include "tiles.cuh"
+#include "wgmma.cuh"
+
+using namespace farro;
+
+constexpr int kConsumers = 2;    // warpgroups that multiply
+constexpr int kScaleBlocks = 4;  // scale blocks of K in one stage of scales
+constexpr int kScaleStages = 3;
+
+template <int ROWS, int COLUMNS, int STAGES, bool SCALED>
+struct Shared {
+  static constexpr int a_bytes = ROWS * kDepth, b_bytes = COLUMNS * kDepth;
+  // [ROWS][blocks] or [blocks][ROWS] of the input, then [blocks][2] of the weight
+  static constexpr int scale_floats = SCALED ? kScaleBlocks * (ROWS + 2) : 0;
+  static constexpr int a = 0, b = a + STAGES * a_bytes;
+  static constexpr int scales = b + STAGES * b_bytes;
+  static constexpr int full = scales + kScaleStages * scale_floats * 4;
+  static constexpr int empty = full + 8 * STAGES;
+  static constexpr int scale_full = empty + 8 * STAGES;
+  static constexpr int scale_empty = scale_full + 8 * kScaleStages;
+  static constexpr int bytes = scale_empty + 8 * kScaleStages;
+};
+
+// Scales of kScaleBlocks blocks from `block` on: the input's rows as [blocks][ROWS] where neighbours
+// are rows (vector 2), else as [ROWS][blocks]; zero outside.
+template <int ROWS>
+__device__ __forceinline__ void load_row_scales(const Problem& p, u32 to, int first, int block,
+                                                int blocks, int lane) {
+  if (p.input_scale_vector == 2) {
+#pragma unroll 2
+    for (int i = lane; i < ROWS / 4 * kScaleBlocks; i += 32) {
+      const int j = i / (ROWS / 4), row = first + i % (ROWS / 4) * 4;
+      const bool valid = block + j < blocks && row < p.m;
+      cp_async<16>(to + 16 * i,
+                   p.input_scale + (valid ? (block + j) * p.input_scale_block + row : 0), valid);
+    }
+    return;
+  }
+  const bool together = p.input_scale_vector == 1 && block + kScaleBlocks <= blocks;
+#pragma unroll 2
+  for (int i = lane; i < ROWS; i += 32) {
+    const int row = first + i;
+    const float* from = p.input_scale + (row < p.m ? row * p.input_scale_row : 0);
+    const u32 at = to + 4 * kScaleBlocks * i;
+    if (together) {
+      cp_async<16>(at, from + (row < p.m ? block : 0), row < p.m);
+    } else {
+#pragma unroll
+      for (int j = 0; j < kScaleBlocks; ++j) {
+        const bool valid = row < p.m && block + j < blocks;
+        cp_async<4>(at + 4 * j, from + (valid ? (block + j) * p.input_scale_block : 0), valid);
+      }
+    }
+  }
+}
+
+// The weight's: the two blocks of 128 rows that a tile of at most 128 columns may lie in.
+__device__ __forceinline__ void load_column_scales(const Problem& p, u32 to, int first, int block,
+                                                   int blocks, int lane) {
+  const int j = lane / 2, row = first / kDepth + lane % 2;
+  const bool valid = block + j < blocks && row * kDepth < p.n;
+  if (j < kScaleBlocks)
+    cp_async<4>(to + 4 * lane,
+                p.weight_scale +
+                    (valid ? row * p.weight_scale_row + (block + j) * p.weight_scale_block : 0),
+                valid);
+}
+
+// One wave of 64 rows: pairs of pieces hold four neighbouring columns of this lane each.
+template <int EPILOGUE, int COLUMNS>
+__device__ __forceinline__ void store_wave(const Problem& p, const float (&total)[COLUMNS / 2],
+                                           float alpha, int row, int first_column, int lane) {
+#pragma unroll
+  for (int j = 0; j < COLUMNS / 16; ++j) {
+    const int column = first_column + 16 * j + 4 * (lane % 4);
+    if (column >= p.n) break;
+    float bias[4] = {};
+    if constexpr (EPILOGUE & kBias) load_biases(p, column, bias);
+    const float* s = total + 8 * j;
+    const float low[4] = {s[0], s[1], s[4], s[5]}, high[4] = {s[2], s[3], s[6], s[7]};
+    if (row < p.m) finish<EPILOGUE>(p, low, alpha, bias, row, column);
+    if (row + 8 < p.m) finish<EPILOGUE>(p, high, alpha, bias, row + 8, column);
+  }
+}
+
+template <int EPILOGUE, bool SCALED, bool FAST, int COLUMNS, int WAVES, int STAGES>
+__global__ void __launch_bounds__(128 + 128 * kConsumers, 1)
+    fp8_large(const __grid_constant__ TensorMap map_a, const __grid_constant__ TensorMap map_b,
+              const __grid_constant__ Problem p) {
+  constexpr int ROWS = 64 * WAVES * kConsumers;
+  constexpr int kUnit = SCALED || FAST ? 1 : 2;  // blocks of K between promotions
+  using S = Shared<ROWS, COLUMNS, STAGES, SCALED>;
+  static_assert(STAGES > kUnit && COLUMNS % 16 == 0 && !(SCALED && (FAST || COLUMNS > 128)));
+  static_assert(S::a_bytes % 1024 == 0 && S::b_bytes % 1024 == 0, "whole atoms of the swizzle");
+
+  extern __shared__ __align__(1024) u8 shared[];  // the swizzle counts from multiples of 1024
+  const u32 base = smem_address(shared);
+  const int blocks = (p.k + kDepth - 1) / kDepth, units = (blocks + kUnit - 1) / kUnit;
+  const int row_tiles = (p.m + ROWS - 1) / ROWS, column_tiles = (p.n + COLUMNS - 1) / COLUMNS;
+  const int tiles = row_tiles * column_tiles;
+  const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0), lane = threadIdx.x % 32;
+
+  if (threadIdx.x == 0) {
+    prefetch_tensor_map(&map_a);
+    prefetch_tensor_map(&map_b);
+    for (int i = 0; i < STAGES; ++i) {
+      mbarrier_init(base + S::full + 8 * i, 1);
+      mbarrier_init(base + S::empty + 8 * i, 4 * kConsumers);
+    }
+    for (int i = 0; i < kScaleStages; ++i) {
+      mbarrier_init(base + S::scale_full + 8 * i, 32);
+      mbarrier_init(base + S::scale_empty + 8 * i, 4 * kConsumers);
+    }
+    fence_mbarrier_init();
+  }
+  __syncthreads();
+
+  if (warpgroup == 0) {
+    give_registers<40>();
+    const int warp = threadIdx.x / 32;
+    if (warp == 0 && lane == 0) {
+      Ring<STAGES> ring(1);
+      for (int t = blockIdx.x; t < tiles; t += gridDim.x) {
+        int row_tile, column_tile;
+        tile_at(t, row_tiles, column_tiles, p.raster, row_tile, column_tile);
+        for (int block = 0; block < units * kUnit; ++block) {
+          mbarrier_wait(base + S::empty + 8 * ring.stage, ring.parity);
+          const u32 full = base + S::full + 8 * ring.stage;
+          mbarrier_expect(full, S::a_bytes + S::b_bytes);
+          tma_load(base + S::a + ring.stage * S::a_bytes, &map_a, block * kDepth, row_tile * ROWS,
+                   full);
+          tma_load_groups(base + S::b + ring.stage * S::b_bytes, &map_b, block * kDepth,
+                          column_tile * (COLUMNS / 16), full);
+          ring.next();
+        }
+      }
+    } else if (SCALED && warp == 1) {
+      Ring<kScaleStages> ring(1);
+      for (int t = blockIdx.x; t < tiles; t += gridDim.x) {
+        int row_tile, column_tile;
+        tile_at(t, row_tiles, column_tiles, p.raster, row_tile, column_tile);
+        for (int block = 0; block < blocks; block += kScaleBlocks) {
+          mbarrier_wait(base + S::scale_empty + 8 * ring.stage, ring.parity);
+          const u32 to = base + S::scales + ring.stage * S::scale_floats * 4;
+          load_row_scales<ROWS>(p, to, row_tile * ROWS, block, blocks, lane);
+          load_column_scales(p, to + 4 * kScaleBlocks * ROWS, column_tile * COLUMNS, block, blocks,
+                             lane);
+          cp_async_arrive(base + S::scale_full + 8 * ring.stage);
+          ring.next();
+        }
+      }
+      cp_async_wait_all();
+    }
+  } else {
+    take_registers<232>();
+    const int consumer = warpgroup - 1, warp = threadIdx.x % 128 / 32;
+    const int wave_row = consumer * 64 * WAVES, lane_row = wave_row + warp * 16 + lane / 4;
+    const u64 first_a = wgmma_descriptor(base + S::a + wave_row * kDepth);
+    const u64 first_b = wgmma_descriptor(base + S::b);
+    const int by_row = p.input_scale_vector == 2 ? 1 : kScaleBlocks;
+    const int by_block = p.input_scale_vector == 2 ? ROWS : 1;
+    const float alpha = SCALED ? 1.0f : alpha_of(p);
+    Ring<STAGES> ring(0);
+    Ring<kScaleStages> scale_ring(0);
+    for (int t = blockIdx.x; t < tiles; t += gridDim.x) {
+      int row_tile, column_tile;
+      tile_at(t, row_tiles, column_tiles, p.raster, row_tile, column_tile);
+      const int first_column = column_tile * COLUMNS;
+      float total[WAVES][COLUMNS / 2];
+
+      if constexpr (FAST) {
+        Ring<STAGES> done = ring;
+        for (int block = 0; block < blocks; ++block) {
+          mbarrier_wait(base + S::full + 8 * ring.stage, ring.parity);
+          wgmma_fence();
+#pragma unroll
+          for (int k = 0; k < kDepth / 32; ++k)
+#pragma unroll
+            for (int w = 0; w < WAVES; ++w)
+              WgmmaFp8<COLUMNS>::run(
+                  total[w], first_a + ring.stage * (S::a_bytes / 16) + w * (64 * kDepth / 16) + 2 * k,
+                  first_b + ring.stage * (S::b_bytes / 16) + 2 * k, block + k > 0);
+          wgmma_commit();
+          ring.next();
+          if (block > 0) {  // the block before has been multiplied
+            wgmma_wait<1>();
+            if (lane == 0) mbarrier_arrive(base + S::empty + 8 * done.stage);
+            done.next();
+          }
+        }
+        wgmma_wait<0>();
+#pragma unroll
+        for (int w = 0; w < WAVES; ++w) wgmma_hold(total[w]);
+        if (lane == 0) mbarrier_arrive(base + S::empty + 8 * done.stage);
+      } else {
+#pragma unroll
+        for (int w = 0; w < WAVES; ++w)
+#pragma unroll
+          for (int i = 0; i < COLUMNS / 2; ++i) total[w][i] = 0.0f;
+        // Columns from here on have the second of the weight's scales (multiples of 16)
+        const int border = (first_column / kDepth + 1) * kDepth - first_column;
+        for (int unit = 0; unit < units; ++unit) {
+          const int slot = unit % kScaleBlocks;
+          const float* scales = reinterpret_cast<const float*>(shared + S::scales) +
+                                scale_ring.stage * S::scale_floats;
+          float left = 1.0f, right = 1.0f;
+#pragma unroll
+          for (int w = 0; w < WAVES; ++w) {
+            float partial[COLUMNS / 2];
+            Ring<STAGES> here = ring;
+            wgmma_fence();
+#pragma unroll
+            for (int block = 0; block < kUnit; ++block) {
+              if (w == 0) mbarrier_wait(base + S::full + 8 * here.stage, here.parity);
+              const u64 a = first_a + here.stage * (S::a_bytes / 16) + w * (64 * kDepth / 16);
+              const u64 b = first_b + here.stage * (S::b_bytes / 16);
+#pragma unroll
+              for (int k = 0; k < kDepth / 32; ++k)
+                WgmmaFp8<COLUMNS>::run(partial, a + 2 * k, b + 2 * k, block + k > 0);
+              here.next();
+            }
+            wgmma_commit();
+            float low = 1.0f, high = 1.0f;
+            if constexpr (SCALED) {
+              if (w == 0) {
+                mbarrier_wait(base + S::scale_full + 8 * scale_ring.stage, scale_ring.parity);
+                const float* of_weight = scales + kScaleBlocks * ROWS + 2 * slot;
+                left = of_weight[0], right = of_weight[1];
+              }
+              const float* of_rows = scales + slot * by_block + (lane_row + 64 * w) * by_row;
+              low = of_rows[0], high = of_rows[8 * by_row];
+            }
+            wgmma_wait<0>();
+            wgmma_hold(partial);
+            if (w == WAVES - 1) {
+#pragma unroll
+              for (int block = 0; block < kUnit; ++block) {
+                if (lane == 0) mbarrier_arrive(base + S::empty + 8 * ring.stage);
+                ring.next();
+              }
+            }
+#pragma unroll
+            for (int j = 0; j < COLUMNS / 8; ++j) {
+              float* sum = total[w] + 4 * j;
+              const float* part = partial + 4 * j;
+              if constexpr (SCALED) {
+                // one block of the weight's scales for all columns where COLUMNS divides 128
+                const float s = 128 % COLUMNS == 0 || 8 * j < border ? left : right;
+                const float s_low = __fmul_rn(low, s), s_high = __fmul_rn(high, s);
+                sum[0] = __fmaf_rn(part[0], s_low, sum[0]);
+                sum[1] = __fmaf_rn(part[1], s_low, sum[1]);
+                sum[2] = __fmaf_rn(part[2], s_high, sum[2]);
+                sum[3] = __fmaf_rn(part[3], s_high, sum[3]);
+              } else {
+#pragma unroll
+                for (int i = 0; i < 4; ++i) sum[i] = __fadd_rn(sum[i], part[i]);
+              }
+            }
+          }
+          if constexpr (SCALED)
+            if (slot == kScaleBlocks - 1 || unit == units - 1) {
+              __syncwarp();
+              if (lane == 0) mbarrier_arrive(base + S::scale_empty + 8 * scale_ring.stage);
+              scale_ring.next();
+            }
+        }
+      }
+#pragma unroll
+      for (int w = 0; w < WAVES; ++w)
+        store_wave<EPILOGUE, COLUMNS>(p, total[w], alpha, row_tile * ROWS + lane_row + 64 * w,
+                                      first_column, lane);
+    }
+  }
+}

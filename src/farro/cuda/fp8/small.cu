@@ -1,0 +1,215 @@
+// FP8 E4M3 products on SM90a for few rows: operands swapped, so that weights fill the 64-row side of
+// wgmma and tokens the narrow one; K split over the CTAs of a cluster where there are few tiles.
+//
+// A CTA owns 64 weight rows, TOKENS tokens and a run of blocks of K. One warp streams both operands by
+// TMA, with SCALED a second one the scales; a warpgroup multiplies one block while it promotes the
+// partial sums of the block before (FAST: the tensor cores add everything). At the end each CTA of
+// the cluster adds the totals of all, in the order of K, for its share of the tokens.
+#include "problem.cuh"
+#include "wgmma.cuh"
+
+using namespace farro;
+
+constexpr int kRows = 64;  // weight rows of a tile
+
+template <int TOKENS, int STAGES, bool SCALED>
+struct Layout {
+  static constexpr int weight_bytes = kRows * kDepth, token_bytes = TOKENS * kDepth;
+  static constexpr int scale_floats = SCALED ? TOKENS + 4 : 0;  // of tokens, then the weight's
+  static constexpr int pitch = kRows + 4;                       // floats of a token's totals
+
+  static constexpr int weights = 0, tokens = STAGES * weight_bytes;
+  static constexpr int scales = tokens + STAGES * token_bytes;
+  static constexpr int full = scales + STAGES * scale_floats * 4;
+  static constexpr int empty = full + 8 * STAGES;
+  static constexpr int bytes = empty + 8 * STAGES;
+  static_assert(TOKENS * pitch * 4 <= scales, "totals are staged where the operands were");
+};
+
+__device__ __forceinline__ float4 load_remote(u32 remote) {
+  float4 value;
+  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
+               : "r"(remote));
+  return value;
+}
+
+template <int EPILOGUE, bool SCALED, bool FAST, int TOKENS, int STAGES, int CLUSTER>
+__global__ void __launch_bounds__(192)
+    fp8_small(const __grid_constant__ TensorMap weight_map,
+              const __grid_constant__ TensorMap token_map, const __grid_constant__ Problem p) {
+  using L = Layout<TOKENS, STAGES, SCALED>;
+  static_assert(STAGES > 2 && !(SCALED && FAST));
+
+  extern __shared__ u8 raw[];
+  const u32 raw_address = smem_address(raw), base = (raw_address + 1023) & ~1023u;
+  u8* shared = raw + (base - raw_address);
+  const int blocks = (p.k + kDepth - 1) / kDepth;
+  const int rank = CLUSTER > 1 ? static_cast<int>(cluster_rank()) : 0;
+  // Even runs: the first `blocks % CLUSTER` have one block more
+  const int most = blocks / CLUSTER, more = blocks % CLUSTER;
+  const int first_block = rank * most + min(rank, more), count = most + (rank < more ? 1 : 0);
+  const int first_row = blockIdx.x / CLUSTER * kRows, first_token = blockIdx.y * TOKENS;
+  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
+
+  if (threadIdx.x == 0) {
+    prefetch_tensor_map(&weight_map);
+    prefetch_tensor_map(&token_map);
+    for (int i = 0; i < STAGES; ++i) {
+      mbarrier_init(base + L::full + 8 * i, SCALED ? 1 + 32 : 1);
+      mbarrier_init(base + L::empty + 8 * i, 4);
+    }
+    fence_mbarrier_init();
+  }
+  __syncthreads();
+
+  if (warp == 4) {
+    if (lane == 0) {
+      Ring<STAGES> ring(1);
+      for (int i = 0; i < count; ++i) {
+        mbarrier_wait(base + L::empty + 8 * ring.stage, ring.parity);
+        const u32 full = base + L::full + 8 * ring.stage;
+        const int x = (first_block + i) * kDepth;
+        mbarrier_expect(full, L::weight_bytes + L::token_bytes);
+        tma_load(base + L::weights + ring.stage * L::weight_bytes, &weight_map, x, first_row, full);
+        tma_load(base + L::tokens + ring.stage * L::token_bytes, &token_map, x, first_token, full);
+        ring.next();
+      }
+    }
+  } else if (warp == 5) {
+    if constexpr (SCALED) {
+      Ring<STAGES> ring(1);
+      const float* of_weight = p.weight_scale + first_row / kDepth * p.weight_scale_row;
+      for (int i = 0; i < count; ++i) {
+        mbarrier_wait(base + L::empty + 8 * ring.stage, ring.parity);
+        const u32 to = base + L::scales + ring.stage * L::scale_floats * 4;
+        const i64 block = first_block + i;
+#pragma unroll
+        for (int j = lane; j < TOKENS; j += 32) {
+          const int token = first_token + j;
+          const i64 at = token * p.input_scale_row + block * p.input_scale_block;
+          cp_async<4>(to + 4 * j, p.input_scale + (token < p.m ? at : 0), token < p.m);
+        }
+        if (lane == 0) cp_async<4>(to + 4 * TOKENS, of_weight + block * p.weight_scale_block, true);
+        cp_async_arrive(base + L::full + 8 * ring.stage);
+        ring.next();
+      }
+      cp_async_wait_all();
+    }
+  } else {
+    const int row = warp * 16 + lane / 4;
+    float total[TOKENS / 2];
+#pragma unroll
+    for (int i = 0; i < TOKENS / 2; ++i) total[i] = 0.0f;
+    Ring<STAGES> ring(0), done(0);
+
+    using Sums = float[TOKENS / 2];
+    auto multiply = [&](Sums& sums, bool add) {
+      mbarrier_wait(base + L::full + 8 * ring.stage, ring.parity);
+      const u64 a = wgmma_descriptor(base + L::weights + ring.stage * L::weight_bytes);
+      const u64 b = wgmma_descriptor(base + L::tokens + ring.stage * L::token_bytes);
+      wgmma_fence();
+#pragma unroll
+      for (int k = 0; k < kDepth / 32; ++k)
+        WgmmaFp8<TOKENS>::run(sums, a + 2 * k, b + 2 * k, add || k > 0);
+      wgmma_commit();
+      ring.next();
+    };
+    auto give_back = [&] {
+      __syncwarp();
+      if (lane == 0) mbarrier_arrive(base + L::empty + 8 * done.stage);
+      done.next();
+    };
+    auto promote = [&](Sums& partial) {
+      wgmma_hold(partial);
+      if constexpr (SCALED) {
+        const float* scales = reinterpret_cast<const float*>(shared + L::scales) +
+                              done.stage * L::scale_floats;
+        const float of_weight = scales[TOKENS];
+        const float2* of_tokens = reinterpret_cast<const float2*>(scales) + lane % 4;
+#pragma unroll
+        for (int j = 0; j < TOKENS / 8; ++j) {
+          const float2 s = of_tokens[4 * j];
+          const float even = __fmul_rn(s.x, of_weight), odd = __fmul_rn(s.y, of_weight);
+          float* sum = total + 4 * j;
+          sum[0] = __fmaf_rn(partial[4 * j], even, sum[0]);
+          sum[1] = __fmaf_rn(partial[4 * j + 1], odd, sum[1]);
+          sum[2] = __fmaf_rn(partial[4 * j + 2], even, sum[2]);
+          sum[3] = __fmaf_rn(partial[4 * j + 3], odd, sum[3]);
+        }
+      } else {
+#pragma unroll
+        for (int i = 0; i < TOKENS / 2; ++i) total[i] = __fadd_rn(total[i], partial[i]);
+      }
+      give_back();
+    };
+
+    if constexpr (FAST) {
+      for (int i = 0; i < count; ++i) {
+        multiply(total, true);
+        if (i > 0) {
+          wgmma_wait<1>();
+          give_back();
+        }
+      }
+      wgmma_wait<0>();
+      wgmma_hold(total);
+    } else if (count > 0) {
+      // Straight lines, peeled at the end: ptxas serializes wgmma where it loses sight of who waits
+      Sums even, odd;
+      multiply(even, false);
+      int i = 0;
+      for (; i + 2 < count; i += 2) {
+        multiply(odd, false);
+        wgmma_wait<1>();
+        promote(even);
+        multiply(even, false);
+        wgmma_wait<1>();
+        promote(odd);
+      }
+      if (i + 1 < count) {
+        multiply(odd, false);
+        wgmma_wait<1>();
+        promote(even);
+        wgmma_wait<0>();
+        promote(odd);
+      } else {
+        wgmma_wait<0>();
+        promote(even);
+      }
+    }
+
+    named_barrier(1, 128);  // every operand has been read
+    float* staged = reinterpret_cast<float*>(shared);
+#pragma unroll
+    for (int i = 0; i < TOKENS / 2; ++i) {
+      const int token = i / 4 * 8 + 2 * (lane % 4) + i % 2;
+      staged[token * L::pitch + row + i / 2 % 2 * 8] = total[i];
+    }
+  }
+  if constexpr (CLUSTER > 1) cluster_sync();
+  else __syncthreads();
+
+  // Eight neighbouring outputs of a token a thread; a CTA of the cluster takes every CLUSTER-th piece
+  constexpr int kPieces = kRows / 8;
+  const float alpha = SCALED ? 1.0f : alpha_of(p);
+  for (int i = threadIdx.x * CLUSTER + rank; i < TOKENS * kPieces; i += 192 * CLUSTER) {
+    const int token = i / kPieces, column = first_row + i % kPieces * 8;
+    if (first_token + token >= p.m || column >= p.n) continue;
+    const u32 at = base + 4 * (token * L::pitch + i % kPieces * 8);
+    float sum[8] = {}, bias[8] = {};
+#pragma unroll
+    for (int r = 0; r < CLUSTER; ++r) {
+      const u32 from = CLUSTER > 1 ? map_to_rank(at, r) : at;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float4 part = load_remote(from + 16 * half);
+        sum[4 * half] += part.x, sum[4 * half + 1] += part.y;
+        sum[4 * half + 2] += part.z, sum[4 * half + 3] += part.w;
+      }
+    }
+    if constexpr (EPILOGUE & kBias) load_biases(p, column, bias);
+    finish<EPILOGUE>(p, sum, alpha, bias, first_token + token, column);
+  }
+  if constexpr (CLUSTER > 1) cluster_sync();  // the others may still read the totals here
+}
