@@ -1,8 +1,8 @@
 // FP8 E4M3 products on SM90a for many rows: persistent, warp-specialised.
 //
-// A CTA owns a tile of 128 * WAVES x COLUMNS outputs at a time. One warp streams 128-byte-wide boxes
-// of both operands by TMA, with SCALED a second one the scales of the input's rows; two consumer
-// warpgroups compute WAVES times 64 rows each. FAST: the tensor cores add everything. Else partial
+// A CTA owns a tile of 64 * CONSUMERS * WAVES x COLUMNS outputs at a time. One warp streams boxes of
+// 128 bytes of K by TMA, with SCALED a second one the scales of the input's rows; each consumer
+// warpgroup computes WAVES times 64 rows. FAST: the tensor cores add everything. Else partial
 // sums of UNIT blocks of K are promoted to FP32 totals, one wave at a time through one accumulator,
 // while the other warpgroup multiplies.
 //
@@ -14,7 +14,6 @@
 
 using namespace farro;
 
-constexpr int kConsumers = 2;    // warpgroups that multiply
 constexpr int kScaleBlocks = 4;  // scale blocks of K in one stage of scales
 constexpr int kScaleStages = 3;
 
@@ -94,11 +93,11 @@ __device__ __forceinline__ void store_wave(const Problem& p, const float (&total
   }
 }
 
-template <int EPILOGUE, bool SCALED, bool FAST, int COLUMNS, int WAVES, int STAGES>
-__global__ void __launch_bounds__(128 + 128 * kConsumers, 1)
+template <int EPILOGUE, bool SCALED, bool FAST, int COLUMNS, int CONSUMERS, int WAVES, int STAGES>
+__global__ void __launch_bounds__(128 + 128 * CONSUMERS, 1)
     fp8_large(const __grid_constant__ TensorMap map_a, const __grid_constant__ TensorMap map_b,
               const __grid_constant__ Problem p) {
-  constexpr int ROWS = 64 * WAVES * kConsumers;
+  constexpr int ROWS = 64 * WAVES * CONSUMERS;
   constexpr int kUnit = SCALED || FAST ? 1 : 2;  // blocks of K between promotions
   using S = Shared<ROWS, COLUMNS, STAGES, SCALED>;
   static_assert(STAGES > kUnit && COLUMNS % 16 == 0 && !(SCALED && (FAST || COLUMNS > 128)));
@@ -116,18 +115,18 @@ __global__ void __launch_bounds__(128 + 128 * kConsumers, 1)
     prefetch_tensor_map(&map_b);
     for (int i = 0; i < STAGES; ++i) {
       mbarrier_init(base + S::full + 8 * i, 1);
-      mbarrier_init(base + S::empty + 8 * i, 4 * kConsumers);
+      mbarrier_init(base + S::empty + 8 * i, 4 * CONSUMERS);
     }
     for (int i = 0; i < kScaleStages; ++i) {
       mbarrier_init(base + S::scale_full + 8 * i, 32);
-      mbarrier_init(base + S::scale_empty + 8 * i, 4 * kConsumers);
+      mbarrier_init(base + S::scale_empty + 8 * i, 4 * CONSUMERS);
     }
     fence_mbarrier_init();
   }
   __syncthreads();
 
   if (warpgroup == 0) {
-    give_registers<40>();
+    give_registers<CONSUMERS == 2 ? 40 : 32>();
     const int warp = threadIdx.x / 32;
     if (warp == 0 && lane == 0) {
       Ring<STAGES> ring(1);
@@ -163,7 +162,7 @@ __global__ void __launch_bounds__(128 + 128 * kConsumers, 1)
       cp_async_wait_all();
     }
   } else {
-    take_registers<232>();
+    take_registers<CONSUMERS == 2 ? 232 : 160>();
     const int consumer = warpgroup - 1, warp = threadIdx.x % 128 / 32;
     const int wave_row = consumer * 64 * WAVES, lane_row = wave_row + warp * 16 + lane / 4;
     const u64 first_a = wgmma_descriptor(base + S::a + wave_row * kDepth);
@@ -210,6 +209,7 @@ __global__ void __launch_bounds__(128 + 128 * kConsumers, 1)
           for (int i = 0; i < COLUMNS / 2; ++i) total[w][i] = 0.0f;
         // Columns from here on have the second of the weight's scales (multiples of 16)
         const int border = (first_column / kDepth + 1) * kDepth - first_column;
+        mbarrier_wait(base + S::full + 8 * ring.stage, ring.parity);
         for (int unit = 0; unit < units; ++unit) {
           const int slot = unit % kScaleBlocks;
           const float* scales = reinterpret_cast<const float*>(shared + S::scales) +
@@ -222,7 +222,7 @@ __global__ void __launch_bounds__(128 + 128 * kConsumers, 1)
             wgmma_fence();
 #pragma unroll
             for (int block = 0; block < kUnit; ++block) {
-              if (w == 0) mbarrier_wait(base + S::full + 8 * here.stage, here.parity);
+              if (w == 0 && block > 0) mbarrier_wait(base + S::full + 8 * here.stage, here.parity);
               const u64 a = first_a + here.stage * (S::a_bytes / 16) + w * (64 * kDepth / 16);
               const u64 b = first_b + here.stage * (S::b_bytes / 16);
 #pragma unroll
@@ -241,6 +241,9 @@ __global__ void __launch_bounds__(128 + 128 * kConsumers, 1)
               const float* of_rows = scales + slot * by_block + (lane_row + 64 * w) * by_row;
               low = of_rows[0], high = of_rows[8 * by_row];
             }
+            // The next unit's first stage, while this one's last wave multiplies
+            if (w == WAVES - 1 && unit + 1 < units)
+              mbarrier_wait(base + S::full + 8 * here.stage, here.parity);
             wgmma_wait<0>();
             wgmma_hold(partial);
             if (w == WAVES - 1) {
