@@ -7,13 +7,16 @@ scaled by blocks of K, another what happens before they are rounded.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
-from ...problem import TensorSpec
+from ...dispatch import insert
+from ...problem import Problem, TensorSpec
+from ...tuning import FEW_ROWS, chosen, preferred, table
 from .. import tensor_map
 from ..launch import Launch, kernel_function
 
@@ -174,6 +177,46 @@ def heuristic(kind: Kind, m: int, n: int, k: int, multiprocessors: int = 132) ->
     return next((c for c in found if shared_bytes(c, kind.scaled) <= room), found[-1])
 
 
+def tuned(problem: Problem, kind: Kind, exact: Mapping[str, Any]) -> Config:
+    """The tuned table's configuration for a product of input [M,K] and weight [N,K], or ours."""
+    (m, k), n = problem.spec("input").shape, problem.spec("weight").shape[0]
+    rows, count = table(problem.operator, problem.arch.device), problem.arch.multiprocessors
+    arguments = (rows, {"backend": "cuda", **exact}, {"m": m, "n": n, "k": k}, count)
+
+    def legal(values: dict[str, Any]) -> bool:
+        try:
+            return refuses(Config(**values), kind, m) is None
+        except TypeError:  # a table of another version
+            return False
+
+    def at_once(values: dict[str, Any]) -> bool:
+        return legal(values) and _in_one_round(Config(**values), kind, m, n, count)
+
+    found = chosen(*arguments, at_once) if m <= FEW_ROWS else None
+    found = found or chosen(*arguments, legal)
+    return heuristic(kind, m, n, k, count) if found is None else Config(**found)
+
+
+def yields(problem: Problem, exact: Mapping[str, Any]) -> str | None:
+    """What the tuned table says another back end does faster, "auto" leaves to that one."""
+    (m, k), n = problem.spec("input").shape, problem.spec("weight").shape[0]
+    rows = table(problem.operator, problem.arch.device)
+    sizes = {"m": m, "n": n, "k": k}
+    backend = preferred(rows, exact, sizes, problem.arch.multiprocessors)
+    if backend in (None, "cuda"):
+        return None
+    return f"{backend} is faster here by the tuned table"
+
+
+def _in_one_round(config: Config, kind: Kind, m: int, n: int, count: int) -> bool:
+    """Whether all CTAs of the small kernel are resident together: by memory and registers."""
+    sums = config.rows // 2 * (1 if kind.fast else 3)
+    by_registers = 65536 // (32 * config.warps * (40 + sums))
+    by_memory = SHARED_LIMIT // (shared_bytes(config, kind.scaled) + 1024)
+    tiles = -(-m // config.rows) * -(-n // config.columns) * config.cluster
+    return tiles <= count * min(by_memory, by_registers)
+
+
 def unfit(name: str, spec: TensorSpec) -> str | None:
     """Why TMA cannot read a row-major matrix of bytes as it lies, or None."""
     rows, columns = spec.shape
@@ -202,14 +245,12 @@ def why_not(x: TensorSpec, weight: TensorSpec) -> str | None:
 
 
 class _Parameters(ctypes.Structure):
-    """`struct Problem` of problem.cuh."""
+    """`struct Problem` of fp8_problem.cuh."""
 
     _fields_ = (
         *(
             (name, ctypes.c_void_p)
-            for name in (
-                *("alpha_at", "input_scale", "weight_scale", "bias", "residual", "out"),
-            )
+            for name in (*("alpha_at", "input_scale", "weight_scale", "bias", "residual", "out"),)
         ),
         *(
             (name, ctypes.c_int64)
@@ -315,3 +356,34 @@ def _maps(config: Config, x: torch.Tensor, weight: torch.Tensor) -> tuple[Any, A
         groups = config.columns // 16
         return tokens, tensor_map.encode_groups(weight.data_ptr(), n, k, pitches[1], groups, _DEPTH)
     return tensor_map.encode(weight.data_ptr(), n, k, pitches[1], config.columns, _DEPTH), tokens
+
+
+class Prepared:
+    """Launches by what may differ between calls alike in all but addresses and a float alpha.
+
+    All of a process are bounded together: a model has hundreds of weights, a server any number of
+    rows.
+    """
+
+    _launches: ClassVar[dict[Any, Launch]] = {}
+    _limit: ClassVar[int] = 16384
+    _count: ClassVar[Iterator[int]] = itertools.count()
+
+    def __init__(self) -> None:
+        self._kind_of_call = next(self._count)
+
+    def run(
+        self, device: torch.device, tensors: Sequence[Any], prepare: Callable[[], Launch]
+    ) -> None:
+        """Launch for `tensors` (or floats, or None), prepared when first seen."""
+        key = (
+            self._kind_of_call,
+            device,
+            *[t.data_ptr() if isinstance(t, torch.Tensor) else t for t in tensors],
+        )
+        launch = self._launches.get(key)
+        if launch is None:
+            with torch.cuda.device(device):
+                launch = prepare()
+            insert(self._launches, key, launch, self._limit)
+        launch.on_current_stream()

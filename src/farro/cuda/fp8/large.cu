@@ -8,14 +8,12 @@
 //
 // The box of the weight brings its rows in another order, in groups of 16: so each lane's accumulators
 // are four neighbouring columns of the output, and leave as 8 bytes with no exchange between lanes.
-#include "problem.cuh"
+#include "fp8_problem.cuh"
+#include "fp8_scales.cuh"
 #include "tiles.cuh"
 #include "wgmma.cuh"
 
 using namespace farro;
-
-constexpr int kScaleBlocks = 4;  // scale blocks of K in one stage of scales
-constexpr int kScaleStages = 3;
 
 template <int ROWS, int COLUMNS, int STAGES, bool SCALED>
 struct Shared {
@@ -30,39 +28,6 @@ struct Shared {
   static constexpr int scale_empty = scale_full + 8 * kScaleStages;
   static constexpr int bytes = scale_empty + 8 * kScaleStages;
 };
-
-// Scales of kScaleBlocks blocks from `block` on: the input's rows as [blocks][ROWS] where neighbours
-// are rows (vector 2), else as [ROWS][blocks]; zero outside.
-template <int ROWS>
-__device__ __forceinline__ void load_row_scales(const Problem& p, u32 to, int first, int block,
-                                                int blocks, int lane) {
-  if (p.input_scale_vector == 2) {
-#pragma unroll 2
-    for (int i = lane; i < ROWS / 4 * kScaleBlocks; i += 32) {
-      const int j = i / (ROWS / 4), row = first + i % (ROWS / 4) * 4;
-      const bool valid = block + j < blocks && row < p.m;
-      cp_async<16>(to + 16 * i,
-                   p.input_scale + (valid ? (block + j) * p.input_scale_block + row : 0), valid);
-    }
-    return;
-  }
-  const bool together = p.input_scale_vector == 1 && block + kScaleBlocks <= blocks;
-#pragma unroll 2
-  for (int i = lane; i < ROWS; i += 32) {
-    const int row = first + i;
-    const float* from = p.input_scale + (row < p.m ? row * p.input_scale_row : 0);
-    const u32 at = to + 4 * kScaleBlocks * i;
-    if (together) {
-      cp_async<16>(at, from + (row < p.m ? block : 0), row < p.m);
-    } else {
-#pragma unroll
-      for (int j = 0; j < kScaleBlocks; ++j) {
-        const bool valid = row < p.m && block + j < blocks;
-        cp_async<4>(at + 4 * j, from + (valid ? (block + j) * p.input_scale_block : 0), valid);
-      }
-    }
-  }
-}
 
 // The weight's: the two blocks of 128 rows that a tile of at most 128 columns may lie in.
 __device__ __forceinline__ void load_column_scales(const Problem& p, u32 to, int first, int block,

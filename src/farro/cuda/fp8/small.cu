@@ -5,7 +5,7 @@
 // TMA, with SCALED a second one the scales; a warpgroup multiplies one block while it promotes the
 // partial sums of the block before (FAST: the tensor cores add everything). At the end each CTA of
 // the cluster adds the totals of all, in the order of K, for its share of the tokens.
-#include "problem.cuh"
+#include "fp8_problem.cuh"
 #include "wgmma.cuh"
 
 using namespace farro;

@@ -1,0 +1,227 @@
+// fp8_swiglu_quantize on SM90a: gate and up products, SwiGLU and quantization in one kernel.
+//
+// As cuda/fp8/large.cu with scales, but a warpgroup's two waves are the gate and the up columns of the
+// same 64 rows: a CTA owns 64 * CONSUMERS rows and the 128 columns that share a scale of the output. A
+// row's 128 results lie in the four lanes of a quad, so its maximum takes two shuffles, and nothing but
+// codes and scales goes to memory.
+#include "fp8_problem.cuh"
+#include "fp8_scales.cuh"
+#include "tiles.cuh"
+#include "wgmma.cuh"
+
+using namespace farro;
+
+constexpr int kColumns = 128;  // of gate, and of up, in a tile
+
+struct Output {
+  u8* codes;
+  float* scale;
+  i64 codes_row, scale_row, scale_block;
+  int columns;  // N: gate rows of the weight are [0, N), up rows [N, 2 N)
+};
+
+template <int ROWS, int STAGES>
+struct Shared {
+  static constexpr int a_bytes = ROWS * kDepth, b_bytes = 2 * kColumns * kDepth;
+  static constexpr int scale_floats = kScaleBlocks * (ROWS + 2);  // of rows; of gate and up
+  static constexpr int a = 0, b = a + STAGES * a_bytes;
+  static constexpr int scales = b + STAGES * b_bytes;
+  static constexpr int full = scales + kScaleStages * scale_floats * 4;
+  static constexpr int empty = full + 8 * STAGES;
+  static constexpr int scale_full = empty + 8 * STAGES;
+  static constexpr int scale_empty = scale_full + 8 * kScaleStages;
+  static constexpr int bytes = scale_empty + 8 * kScaleStages;
+};
+
+__device__ __forceinline__ float silu(float x) { return x * __fdividef(1.0f, 1.0f + __expf(-x)); }
+
+__device__ __forceinline__ float rounded(float x) {
+  return bf16_to_float(convert(x, BFloat16{}).bits);
+}
+
+// Four codes of neighbouring columns; beyond +-448 they saturate, NaN stays NaN.
+__device__ __forceinline__ u32 codes_of(const float (&x)[4], float inverse) {
+  u16 low, high;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;"
+      : "=h"(low)
+      : "f"(__fmul_rn(x[1], inverse)), "f"(__fmul_rn(x[0], inverse)));
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;"
+      : "=h"(high)
+      : "f"(__fmul_rn(x[3], inverse)), "f"(__fmul_rn(x[2], inverse)));
+  return low | static_cast<u32>(high) << 16;
+}
+
+// One row's share of a lane: SwiGLU in place of the gate, the quad's maximum, scale and codes. `half`
+// is 0 for the row of the first two accumulators of each four, 2 for the row eight below.
+__device__ __forceinline__ void finish_row(const Problem& p, const Output& o,
+                                           float (&gate)[kColumns / 2],
+                                           const float (&up)[kColumns / 2], int half, int row,
+                                           int column_tile, int lane) {
+  const int first = column_tile * kColumns + 4 * (lane % 4);
+  u32 largest = 0;  // bits of magnitudes order as integers, NaN above all
+#pragma unroll
+  for (int j = 0; j < kColumns / 8; ++j)
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      float& v = gate[4 * j + half + i];
+      v = rounded(rounded(silu(v)) * up[4 * j + half + i]);
+      if (first + j / 2 * 16 < o.columns) largest = max(largest, __float_as_uint(v) & 0x7fffffff);
+    }
+  largest = max(largest, __shfl_xor_sync(~0u, largest, 1));
+  largest = max(largest, __shfl_xor_sync(~0u, largest, 2));
+  float scale = __fdiv_rn(__uint_as_float(largest), 448.0f);
+  scale = scale < 1e-12f ? 1e-12f : scale;  // NaN stays
+  const float inverse = __fdiv_rn(1.0f, scale);
+  if (row >= p.m) return;
+  if (lane % 4 == 0) o.scale[row * o.scale_row + column_tile * o.scale_block] = scale;
+  u8* to = o.codes + row * o.codes_row + first;
+#pragma unroll
+  for (int j = 0; j < kColumns / 16; ++j) {
+    const float* v = gate + 8 * j + half;
+    const float four[4] = {v[0], v[1], v[4], v[5]};
+    if (first + 16 * j < o.columns) *reinterpret_cast<u32*>(to + 16 * j) = codes_of(four, inverse);
+  }
+}
+
+template <int CONSUMERS, int STAGES>
+__global__ void __launch_bounds__(128 + 128 * CONSUMERS, 1)
+    fp8_swiglu(const __grid_constant__ TensorMap map_a, const __grid_constant__ TensorMap map_b,
+               const __grid_constant__ Problem p, const __grid_constant__ Output o) {
+  constexpr int ROWS = 64 * CONSUMERS;
+  using S = Shared<ROWS, STAGES>;
+  extern __shared__ __align__(1024) u8 shared[];  // the swizzle counts from multiples of 1024
+  const u32 base = smem_address(shared);
+  const int blocks = (p.k + kDepth - 1) / kDepth;
+  const int row_tiles = (p.m + ROWS - 1) / ROWS, column_tiles = (o.columns + kColumns - 1) / kColumns;
+  const int tiles = row_tiles * column_tiles;
+  const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0), lane = threadIdx.x % 32;
+
+  if (threadIdx.x == 0) {
+    prefetch_tensor_map(&map_a);
+    prefetch_tensor_map(&map_b);
+    for (int i = 0; i < STAGES; ++i) {
+      mbarrier_init(base + S::full + 8 * i, 1);
+      mbarrier_init(base + S::empty + 8 * i, 4 * CONSUMERS);
+    }
+    for (int i = 0; i < kScaleStages; ++i) {
+      mbarrier_init(base + S::scale_full + 8 * i, 32);
+      mbarrier_init(base + S::scale_empty + 8 * i, 4 * CONSUMERS);
+    }
+    fence_mbarrier_init();
+  }
+  __syncthreads();
+
+  if (warpgroup == 0) {
+    if constexpr (CONSUMERS == 2) give_registers<40>();
+    const int warp = threadIdx.x / 32;
+    if (warp == 0 && lane == 0) {
+      Ring<STAGES> ring(1);
+      for (int t = blockIdx.x; t < tiles; t += gridDim.x) {
+        int row_tile, column_tile;
+        tile_at(t, row_tiles, column_tiles, p.raster, row_tile, column_tile);
+        for (int block = 0; block < blocks; ++block) {
+          mbarrier_wait(base + S::empty + 8 * ring.stage, ring.parity);
+          const u32 full = base + S::full + 8 * ring.stage, b = base + S::b + ring.stage * S::b_bytes;
+          const int group = column_tile * (kColumns / 16);
+          mbarrier_expect(full, S::a_bytes + S::b_bytes);
+          tma_load(base + S::a + ring.stage * S::a_bytes, &map_a, block * kDepth, row_tile * ROWS,
+                   full);
+          tma_load_groups(b, &map_b, block * kDepth, group, full);
+          tma_load_groups(b + kColumns * kDepth, &map_b, block * kDepth, o.columns / 16 + group, full);
+          ring.next();
+        }
+      }
+    } else if (warp == 1) {
+      Ring<kScaleStages> ring(1);
+      for (int t = blockIdx.x; t < tiles; t += gridDim.x) {
+        int row_tile, column_tile;
+        tile_at(t, row_tiles, column_tiles, p.raster, row_tile, column_tile);
+        for (int block = 0; block < blocks; block += kScaleBlocks) {
+          mbarrier_wait(base + S::scale_empty + 8 * ring.stage, ring.parity);
+          const u32 to = base + S::scales + ring.stage * S::scale_floats * 4;
+          load_row_scales<ROWS>(p, to, row_tile * ROWS, block, blocks, lane);
+          const int j = lane / 2, of_weight = column_tile + lane % 2 * column_tiles;
+          const bool valid = block + j < blocks;
+          if (j < kScaleBlocks)
+            cp_async<4>(to + 4 * (kScaleBlocks * ROWS + lane),
+                        p.weight_scale + (valid ? of_weight * p.weight_scale_row +
+                                                      (block + j) * p.weight_scale_block
+                                                : 0),
+                        valid);
+          cp_async_arrive(base + S::scale_full + 8 * ring.stage);
+          ring.next();
+        }
+      }
+      cp_async_wait_all();
+    }
+  } else {
+    if constexpr (CONSUMERS == 2) take_registers<232>();
+    const int consumer = warpgroup - 1, warp = threadIdx.x % 128 / 32;
+    const int lane_row = consumer * 64 + warp * 16 + lane / 4;
+    const u64 first_a = wgmma_descriptor(base + S::a + consumer * 64 * kDepth);
+    const u64 first_b = wgmma_descriptor(base + S::b);
+    const int by_row = p.input_scale_vector == 2 ? 1 : kScaleBlocks;
+    const int by_block = p.input_scale_vector == 2 ? ROWS : 1;
+    Ring<STAGES> ring(0);
+    Ring<kScaleStages> scale_ring(0);
+    for (int t = blockIdx.x; t < tiles; t += gridDim.x) {
+      int row_tile, column_tile;
+      tile_at(t, row_tiles, column_tiles, p.raster, row_tile, column_tile);
+      float total[2][kColumns / 2];  // gate, up
+#pragma unroll
+      for (int w = 0; w < 2; ++w)
+#pragma unroll
+        for (int i = 0; i < kColumns / 2; ++i) total[w][i] = 0.0f;
+
+      mbarrier_wait(base + S::full + 8 * ring.stage, ring.parity);
+      for (int block = 0; block < blocks; ++block) {
+        const int slot = block % kScaleBlocks;
+        const float* scales = reinterpret_cast<const float*>(shared + S::scales) +
+                              scale_ring.stage * S::scale_floats;
+        Ring<STAGES> next = ring;
+        next.next();
+        float low = 0.0f, high = 0.0f;
+#pragma unroll
+        for (int w = 0; w < 2; ++w) {
+          float partial[kColumns / 2];
+          wgmma_fence();
+          const u64 a = first_a + ring.stage * (S::a_bytes / 16);
+          const u64 b = first_b + ring.stage * (S::b_bytes / 16) + w * (kColumns * kDepth / 16);
+#pragma unroll
+          for (int k = 0; k < kDepth / 32; ++k)
+            WgmmaFp8<kColumns>::run(partial, a + 2 * k, b + 2 * k, k > 0);
+          wgmma_commit();
+          if (w == 0) {
+            mbarrier_wait(base + S::scale_full + 8 * scale_ring.stage, scale_ring.parity);
+            const float* of_rows = scales + slot * by_block + lane_row * by_row;
+            low = of_rows[0], high = of_rows[8 * by_row];
+          } else if (block + 1 < blocks) {
+            mbarrier_wait(base + S::full + 8 * next.stage, next.parity);
+          }
+          const float s = scales[kScaleBlocks * ROWS + 2 * slot + w];
+          const float s_low = __fmul_rn(low, s), s_high = __fmul_rn(high, s);
+          wgmma_wait<0>();
+          wgmma_hold(partial);
+          if (w == 1 && lane == 0) mbarrier_arrive(base + S::empty + 8 * ring.stage);
+#pragma unroll
+          for (int j = 0; j < kColumns / 8; ++j) {
+            float* sum = total[w] + 4 * j;
+            sum[0] = __fmaf_rn(partial[4 * j], s_low, sum[0]);
+            sum[1] = __fmaf_rn(partial[4 * j + 1], s_low, sum[1]);
+            sum[2] = __fmaf_rn(partial[4 * j + 2], s_high, sum[2]);
+            sum[3] = __fmaf_rn(partial[4 * j + 3], s_high, sum[3]);
+          }
+        }
+        ring = next;
+        if (slot == kScaleBlocks - 1 || block == blocks - 1) {
+          __syncwarp();
+          if (lane == 0) mbarrier_arrive(base + S::scale_empty + 8 * scale_ring.stage);
+          scale_ring.next();
+        }
+      }
+      const int row = row_tile * ROWS + lane_row;
+      finish_row(p, o, total[0], total[1], 0, row, column_tile, lane);
+      finish_row(p, o, total[0], total[1], 2, row + 8, column_tile, lane);
+    }
+  }
+}
