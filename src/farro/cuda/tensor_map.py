@@ -28,8 +28,8 @@ def encode_groups(
 ) -> Any:
     """As encode, of boxes of 16 * box_groups rows in another order; rows are a multiple of 16.
 
-    Row 16 g + 4 q + 2 j + i lies at 16 g + 8 j + 2 q + i of its box, i and j 0 or 1: wgmma gives lane
-    q of a quad columns 8 j + 2 q + i of a tile, and these are then four neighbours of the matrix.
+    Row 16 g + 4 q + 2 j + i lies at 16 g + 8 j + 2 q + i of its box, i and j 0 or 1: wgmma gives
+    lane q of a quad columns 8 j + 2 q + i of a tile, and these are then four neighbours.
     """
     sizes = (columns, 2, 4, 2, rows // 16)
     steps = tuple(row_bytes * step for step in (1, 4, 2, 16))

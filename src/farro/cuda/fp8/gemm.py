@@ -23,7 +23,7 @@ from ..launch import Launch, kernel_function
 SHARED_LIMIT = 232448  # bytes a CTA may use on SM90
 _ALIGNMENT = 1024  # of shared memory, for the 128-byte swizzle
 _DEPTH = 128  # bytes of K in a stage, as in the .cu files
-_SCALE_STAGES, _SCALE_BLOCKS = 3, 4  # of the large kernel
+SCALE_STAGES, SCALE_BLOCKS = 3, 4  # of kernels for many rows
 _LONGEST = 2**31 - 2**10  # a row's index plus a tile stays an int
 _LARGEST_GRID_Y = 65535
 # rows of a tile -> columns
@@ -80,8 +80,8 @@ def shared_bytes(config: Config, scaled: bool) -> int:
     """What the kernel's Shared / Layout adds up to, with room to align."""
     data = config.stages * (config.rows + config.columns) * _DEPTH
     if config.policy == "large":
-        scales = _SCALE_STAGES * _SCALE_BLOCKS * (config.rows + 2) * 4 if scaled else 0
-        return data + scales + 16 * (config.stages + _SCALE_STAGES) + _ALIGNMENT
+        scales = SCALE_STAGES * SCALE_BLOCKS * (config.rows + 2) * 4 if scaled else 0
+        return data + scales + 16 * (config.stages + SCALE_STAGES) + _ALIGNMENT
     scales = (config.rows + 4) * 4 if scaled else 0
     return data + config.stages * (scales + 16) + _ALIGNMENT
 
@@ -306,44 +306,60 @@ def _scale_vector(scale: torch.Tensor) -> int:
     return 0
 
 
+def parameters(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    out: torch.Tensor | None,
+    *,
+    raster: int,
+    alpha: float | torch.Tensor = 1.0,
+    input_scale: torch.Tensor | None = None,
+    weight_scale: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+) -> ctypes.Structure:
+    """The kernels' `Problem`."""
+    tensors = (input_scale, weight_scale, bias, residual, out)
+    matrices = (input_scale, weight_scale), (residual, out)
+    scales, results = (
+        [stride for t in pair for stride in ((0, 0) if t is None else t.stride())]
+        for pair in matrices
+    )
+    return _Parameters(
+        alpha.data_ptr() if isinstance(alpha, torch.Tensor) else None,
+        *(None if t is None else t.data_ptr() for t in tensors),
+        *scales,
+        0 if bias is None else bias.stride(0),
+        *results,
+        1.0 if isinstance(alpha, torch.Tensor) else alpha,
+        *(x.shape[0], weight.shape[0], x.shape[1]),
+        0 if bias is None else _BIAS[bias.dtype],
+        raster,
+        int(out is not None and _vector(out)),
+        int(residual is not None and _vector(residual)),
+        0 if input_scale is None else _scale_vector(input_scale),
+    )
+
+
 def prepare(
     config: Config,
     kind: Kind,
     x: torch.Tensor,
     weight: torch.Tensor,
     out: torch.Tensor,
-    *,
-    alpha: float | torch.Tensor = 1.0,
-    input_scale: torch.Tensor | None = None,
-    weight_scale: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    residual: torch.Tensor | None = None,
+    **more: Any,
 ) -> Launch:
-    """The launch for these addresses; M, N and K are not 0."""
-    (m, k), n = x.shape, weight.shape[0]
+    """The launch for these addresses; M, N and K are not 0. `more` as `parameters` takes it."""
+    (m, _), n = x.shape, weight.shape[0]
     device = x.get_device()
     source, name = kernel_name(config, kind)
     size = shared_bytes(config, kind.scaled)
     function = kernel_function(source, name, "sm_90a", device, size)
-    maps = _maps(config, x, weight)
-    at = alpha.data_ptr() if isinstance(alpha, torch.Tensor) else None
-    scales = (input_scale, weight_scale)
-    parameters = _Parameters(
-        *(at, *(None if t is None else t.data_ptr() for t in (*scales, bias, residual))),
-        out.data_ptr(),
-        *(stride for t in scales for stride in ((0, 0) if t is None else t.stride())),
-        0 if bias is None else bias.stride(0),
-        *((0, 0) if residual is None else residual.stride()),
-        *out.stride(),
-        1.0 if isinstance(alpha, torch.Tensor) else alpha,
-        *(m, n, k, 0 if bias is None else _BIAS[bias.dtype], config.raster, int(_vector(out))),
-        0 if residual is None else int(_vector(residual)),
-        0 if input_scale is None else _scale_vector(input_scale),
-    )
+    problem = parameters(x, weight, out, raster=config.raster, **more)
     count = torch.cuda.get_device_properties(device).multi_processor_count
-    grid = _grid(config, m, n, count)
-    threads = 32 * config.warps
-    return Launch(device, function, grid, threads, size, config.cluster, (*maps, parameters))
+    grid, threads = _grid(config, m, n, count), 32 * config.warps
+    maps = _maps(config, x, weight)
+    return Launch(device, function, grid, threads, size, config.cluster, (*maps, problem))
 
 
 def _maps(config: Config, x: torch.Tensor, weight: torch.Tensor) -> tuple[Any, Any]:

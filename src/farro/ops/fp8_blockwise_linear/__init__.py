@@ -14,9 +14,22 @@ from ...checks import check_no_overlap
 from ...dispatch import Kernel, Operator, explained_by, remember, select
 from ...formats.fp8 import E4M3, blocks
 from ...problem import Problem, kind_of
+from . import sm90
 from .checks import BIAS_DTYPES, NAME, check, check_arguments
 
 KERNELS = (
+    Kernel(
+        "fp8_blockwise_linear.cuda_sm90",
+        "cuda",
+        run="ops.fp8_blockwise_linear.sm90:run",
+        bind="ops.fp8_blockwise_linear.sm90:bind",
+        needs=frozenset({"wgmma"}),
+        why_not=sm90.why_not,
+        config=sm90.config,
+        must_run=sm90.must_run,
+        configs=sm90.candidates,
+        yields=sm90.yields,
+    ),
     Kernel(
         "fp8_blockwise_linear.reference",
         "reference",

@@ -14,9 +14,21 @@ from ...checks import check_no_overlap
 from ...dispatch import Kernel, Operator, explained_by, remember, select
 from ...formats.fp8 import E4M3, blocks
 from ...problem import Problem, kind_of
+from . import sm90
 from .checks import NAME, check, check_arguments
 
 KERNELS = (
+    Kernel(
+        "fp8_swiglu_quantize.cuda_sm90",
+        "cuda",
+        run="ops.fp8_swiglu_quantize.sm90:run",
+        bind="ops.fp8_swiglu_quantize.sm90:bind",
+        needs=frozenset({"wgmma"}),
+        why_not=sm90.why_not,
+        config=sm90.config,
+        must_run=sm90.must_run,
+        configs=sm90.candidates,
+    ),
     Kernel(
         "fp8_swiglu_quantize.reference",
         "reference",
