@@ -167,8 +167,9 @@ def is_legal(config: Config, group_size: int, m: int = 1) -> bool:
     if type(c.ahead) is not bool:
         return False
     units = 2 if c.ahead else 1
-    if c.stages <= units * max(group_size // _DEPTH, 1):
-        return False  # the ring must hold the units in use and let the next one begin
+    blocks = max(group_size // _DEPTH, 1)  # stages of a unit
+    if c.stages <= units * blocks or (c.policy == "large" and c.stages < 2 * blocks):
+        return False  # the ring must hold the units in use and let the next one come
     if shared_bytes(c, group_size) > SHARED_LIMIT:
         return False
     if c.policy == "large":

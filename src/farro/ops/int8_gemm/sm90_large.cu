@@ -5,6 +5,7 @@
 // compute WAVES times 64 rows, one wave at a time through one INT32 accumulator. After a group's exact
 // sum a wave does total = fma(float(partial), sA * sB, total). docs/int8-sm90.md draws the pipeline.
 #include "output.cuh"
+#include "tiles.cuh"
 #include "wgmma.cuh"
 
 using namespace farro;
@@ -40,15 +41,6 @@ struct Shared {
   static constexpr int scale_full = empty + 8 * STAGES;
   static constexpr int scale_empty = scale_full + 8 * kScaleStages;
 };
-
-// Tile t -> (row tile, column tile): `raster` row tiles, then the next column.
-__device__ __forceinline__ void tile_at(int t, int row_tiles, int column_tiles, int raster,
-                                        int& row_tile, int& column_tile) {
-  const int band = raster * column_tiles, which = t / band, first = which * raster;
-  const int height = min(row_tiles - first, raster), rest = t - which * band;
-  row_tile = first + rest % height;
-  column_tile = rest / height;
-}
 
 template <class Out>
 __device__ __forceinline__ void store_pair(const Problem& p, float x, float y, int row, int column) {
@@ -165,7 +157,7 @@ __global__ void __launch_bounds__(128 + 128 * kConsumers, 1)
   // Both waves use the same column scales: narrower tiles have registers to keep them
   constexpr bool kKeep = WAVES == 1 || COLUMNS <= 112;
   using S = Shared<ROWS, COLUMNS, STAGES>;
-  static_assert(STAGES > kBlocks, "a group's stages, and one that is being filled");
+  static_assert(STAGES >= 2 * kBlocks && STAGES > 1, "a group's stages, and the next one's");
   static_assert(S::a_bytes % 1024 == 0 && S::b_bytes % 1024 == 0, "whole atoms of the swizzle");
   static_assert(COLUMNS % 16 == 0, "16-byte copies of scales and stores of BF16 rows");
 
@@ -247,16 +239,17 @@ __global__ void __launch_bounds__(128 + 128 * kConsumers, 1)
 #pragma unroll
         for (int i = 0; i < COLUMNS / 2; ++i) total[w][i] = 0.0f;
 
+      // A group's stages are waited for before it, while the last wave of the one before multiplies
+      auto wait_for_stages = [&](Ring<STAGES> ahead) {
+#pragma unroll
+        for (int block = 0; block < kBlocks; ++block) {
+          mbarrier_wait(base + S::full + 8 * ahead.stage, ahead.parity);
+          ahead.next();
+        }
+      };
+      wait_for_stages(ring);
       for (int g = 0; g < groups; ++g) {
         const int inside = g % kGroups, slot = g % kScaleGroups;  // of a stage, and of its scales
-        if (inside == 0) {
-          Ring<STAGES> ahead = ring;
-#pragma unroll
-          for (int block = 0; block < kBlocks; ++block) {
-            mbarrier_wait(base + S::full + 8 * ahead.stage, ahead.parity);
-            ahead.next();
-          }
-        }
         const float* scales = reinterpret_cast<const float*>(shared + S::scales) +
                               scale_ring.stage * S::scale_floats;
         const float* of_rows = scales + lane_row * kScaleGroups + slot;
@@ -288,6 +281,7 @@ __global__ void __launch_bounds__(128 + 128 * kConsumers, 1)
           }
           const float low = of_rows[64 * w * kScaleGroups];
           const float high = of_rows[(64 * w + 8) * kScaleGroups];
+          if (w == WAVES - 1 && inside == kGroups - 1 && g + 1 < groups) wait_for_stages(here);
           wgmma_wait<0>();
           wgmma_hold(partial);
           if (w == WAVES - 1 && (inside == kGroups - 1 || g == groups - 1)) {
