@@ -27,7 +27,7 @@ SCALE_STAGES, SCALE_BLOCKS = 3, 4  # of kernels for many rows
 _LONGEST = 2**31 - 2**10  # a row's index plus a tile stays an int
 _LARGEST_GRID_Y = 65535
 # rows of a tile -> columns
-_LARGE = {256: (64, 96, 128, 192), 192: (64, 96, 128), 128: (64, 96, 128, 192, 256)}
+_LARGE = {256: (64, 96, 128, 192), 128: (64, 96, 128, 192, 256)}
 _SMALL = (8, 16, 32, 64, 128)  # tokens of a tile, beside 64 weight rows
 _CLUSTERS = (1, 2, 4, 8)
 _BIAS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
@@ -56,12 +56,7 @@ class Config:
 
     @property
     def warps(self) -> int:
-        return 4 + 4 * self.consumers if self.policy == "large" else 6
-
-    @property
-    def consumers(self) -> int:
-        """Large: warpgroups that multiply; each has one or two waves of 64 rows."""
-        return 3 if self.rows == 192 else 2
+        return 12 if self.policy == "large" else 6
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -109,10 +104,13 @@ def _refuses_large(c: Config, kind: Kind) -> str | None:
     if kind.scaled and c.columns > 128:
         return "a tile has the scales of two blocks of columns at the most"
     # FP32 registers a thread: totals, and one wave's partial sums
-    waves = c.rows // 64 // c.consumers
+    waves = c.rows // 128
     sums = c.columns // 2 * (waves if kind.fast else waves + 1)
-    most = 192 if c.consumers == 2 else 128
-    return None if sums <= most else f"{sums} registers of sums would spill"
+    if sums > 192:
+        return f"{sums} registers of sums would spill"
+    if waves == 1 and not kind.fast and not kind.scaled and c.stages < 5:
+        return "two units of two stages, and one to fill, need five"
+    return None
 
 
 def configs(kind: Kind, m: int) -> Iterator[Config]:
@@ -275,8 +273,7 @@ def kernel_name(config: Config, kind: Kind) -> tuple[str, str]:
     """Source file and name expression."""
     flags = f"{kind.epilogue}, {str(kind.scaled).lower()}, {str(kind.fast).lower()}"
     if config.policy == "large":
-        waves = config.rows // 64 // config.consumers
-        tile = f"{config.columns}, {config.consumers}, {waves}, {config.stages}"
+        tile = f"{config.columns}, {config.rows // 128}, {config.stages}"
         return "cuda/fp8/large.cu", f"fp8_large<{flags}, {tile}>"
     tile = f"{config.rows}, {config.stages}, {config.cluster}"
     return "cuda/fp8/small.cu", f"fp8_small<{flags}, {tile}>"

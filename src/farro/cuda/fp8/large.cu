@@ -1,8 +1,8 @@
 // FP8 E4M3 products on SM90a for many rows: persistent, warp-specialised.
 //
-// A CTA owns a tile of 64 * CONSUMERS * WAVES x COLUMNS outputs at a time. One warp streams boxes of
-// 128 bytes of K by TMA, with SCALED a second one the scales of the input's rows; each consumer
-// warpgroup computes WAVES times 64 rows. FAST: the tensor cores add everything. Else partial
+// A CTA owns a tile of 128 * WAVES x COLUMNS outputs at a time. One warp streams boxes of 128 bytes of
+// K by TMA, with SCALED a second one the scales of the input's rows; two consumer warpgroups compute
+// WAVES times 64 rows each. FAST: the tensor cores add everything. Else partial
 // sums of UNIT blocks of K are promoted to FP32 totals, one wave at a time through one accumulator,
 // while the other warpgroup multiplies.
 //
@@ -14,6 +14,8 @@
 #include "wgmma.cuh"
 
 using namespace farro;
+
+constexpr int kConsumers = 2;  // warpgroups that multiply
 
 template <int ROWS, int COLUMNS, int STAGES, bool SCALED>
 struct Shared {
@@ -58,14 +60,15 @@ __device__ __forceinline__ void store_wave(const Problem& p, const float (&total
   }
 }
 
-template <int EPILOGUE, bool SCALED, bool FAST, int COLUMNS, int CONSUMERS, int WAVES, int STAGES>
-__global__ void __launch_bounds__(128 + 128 * CONSUMERS, 1)
+template <int EPILOGUE, bool SCALED, bool FAST, int COLUMNS, int WAVES, int STAGES>
+__global__ void __launch_bounds__(128 + 128 * kConsumers, 1)
     fp8_large(const __grid_constant__ TensorMap map_a, const __grid_constant__ TensorMap map_b,
               const __grid_constant__ Problem p) {
-  constexpr int ROWS = 64 * WAVES * CONSUMERS;
+  constexpr int ROWS = 64 * WAVES * kConsumers;
   constexpr int kUnit = SCALED || FAST ? 1 : 2;  // blocks of K between promotions
+  constexpr bool kAhead = !FAST && WAVES == 1 && COLUMNS <= 128;  // else registers are too few
   using S = Shared<ROWS, COLUMNS, STAGES, SCALED>;
-  static_assert(STAGES > kUnit && COLUMNS % 16 == 0 && !(SCALED && (FAST || COLUMNS > 128)));
+  static_assert(STAGES > (kAhead ? 2 : 1) * kUnit && COLUMNS % 16 == 0 && !(SCALED && (FAST || COLUMNS > 128)));
   static_assert(S::a_bytes % 1024 == 0 && S::b_bytes % 1024 == 0, "whole atoms of the swizzle");
 
   extern __shared__ __align__(1024) u8 shared[];  // the swizzle counts from multiples of 1024
@@ -80,18 +83,18 @@ __global__ void __launch_bounds__(128 + 128 * CONSUMERS, 1)
     prefetch_tensor_map(&map_b);
     for (int i = 0; i < STAGES; ++i) {
       mbarrier_init(base + S::full + 8 * i, 1);
-      mbarrier_init(base + S::empty + 8 * i, 4 * CONSUMERS);
+      mbarrier_init(base + S::empty + 8 * i, 4 * kConsumers);
     }
     for (int i = 0; i < kScaleStages; ++i) {
       mbarrier_init(base + S::scale_full + 8 * i, 32);
-      mbarrier_init(base + S::scale_empty + 8 * i, 4 * CONSUMERS);
+      mbarrier_init(base + S::scale_empty + 8 * i, 4 * kConsumers);
     }
     fence_mbarrier_init();
   }
   __syncthreads();
 
   if (warpgroup == 0) {
-    give_registers<CONSUMERS == 2 ? 40 : 32>();
+    give_registers<40>();
     const int warp = threadIdx.x / 32;
     if (warp == 0 && lane == 0) {
       Ring<STAGES> ring(1);
@@ -127,7 +130,7 @@ __global__ void __launch_bounds__(128 + 128 * CONSUMERS, 1)
       cp_async_wait_all();
     }
   } else {
-    take_registers<CONSUMERS == 2 ? 232 : 160>();
+    take_registers<232>();
     const int consumer = warpgroup - 1, warp = threadIdx.x % 128 / 32;
     const int wave_row = consumer * 64 * WAVES, lane_row = wave_row + warp * 16 + lane / 4;
     const u64 first_a = wgmma_descriptor(base + S::a + wave_row * kDepth);
@@ -174,74 +177,133 @@ __global__ void __launch_bounds__(128 + 128 * CONSUMERS, 1)
           for (int i = 0; i < COLUMNS / 2; ++i) total[w][i] = 0.0f;
         // Columns from here on have the second of the weight's scales (multiples of 16)
         const int border = (first_column / kDepth + 1) * kDepth - first_column;
-        mbarrier_wait(base + S::full + 8 * ring.stage, ring.parity);
-        for (int unit = 0; unit < units; ++unit) {
-          const int slot = unit % kScaleBlocks;
+        using Sums = float[COLUMNS / 2];
+        Ring<STAGES> done = ring;
+
+        auto wait_for_stage = [&] {
+          mbarrier_wait(base + S::full + 8 * ring.stage, ring.parity);
+        };
+        // One unit of K for a wave, from stages `from` on
+        auto multiply = [&](Sums& partial, int w, Ring<STAGES> from) {
+          wgmma_fence();
+#pragma unroll
+          for (int block = 0; block < kUnit; ++block) {
+            if (block > 0) mbarrier_wait(base + S::full + 8 * from.stage, from.parity);
+            const u64 a = first_a + from.stage * (S::a_bytes / 16) + w * (64 * kDepth / 16);
+            const u64 b = first_b + from.stage * (S::b_bytes / 16);
+#pragma unroll
+            for (int k = 0; k < kDepth / 32; ++k)
+              WgmmaFp8<COLUMNS>::run(partial, a + 2 * k, b + 2 * k, block + k > 0);
+            from.next();
+          }
+          wgmma_commit();
+        };
+        auto skip_unit = [&](Ring<STAGES>& at) {
+#pragma unroll
+          for (int block = 0; block < kUnit; ++block) at.next();
+        };
+        auto give_back = [&] {
+#pragma unroll
+          for (int block = 0; block < kUnit; ++block) {
+            if (lane == 0) mbarrier_arrive(base + S::empty + 8 * done.stage);
+            done.next();
+          }
+        };
+        // Before a unit's sums are added: the scales of `unit` are there
+        auto wait_for_scales = [&](int unit) {
+          if (SCALED && unit % kScaleBlocks == 0)
+            mbarrier_wait(base + S::scale_full + 8 * scale_ring.stage, scale_ring.parity);
+        };
+        auto scales_at = [&](int unit, int w) {
           const float* scales = reinterpret_cast<const float*>(shared + S::scales) +
                                 scale_ring.stage * S::scale_floats;
-          float left = 1.0f, right = 1.0f;
+          const int slot = unit % kScaleBlocks;
+          const float* of_rows = scales + slot * by_block + (lane_row + 64 * w) * by_row;
+          const float* of_weight = scales + kScaleBlocks * ROWS + 2 * slot;
+          return make_float4(of_rows[0], of_rows[8 * by_row], of_weight[0], of_weight[1]);
+        };
+        auto add = [&](Sums& partial, int w, float4 scales) {
+          wgmma_hold(partial);
 #pragma unroll
-          for (int w = 0; w < WAVES; ++w) {
-            float partial[COLUMNS / 2];
-            Ring<STAGES> here = ring;
-            wgmma_fence();
-#pragma unroll
-            for (int block = 0; block < kUnit; ++block) {
-              if (w == 0 && block > 0) mbarrier_wait(base + S::full + 8 * here.stage, here.parity);
-              const u64 a = first_a + here.stage * (S::a_bytes / 16) + w * (64 * kDepth / 16);
-              const u64 b = first_b + here.stage * (S::b_bytes / 16);
-#pragma unroll
-              for (int k = 0; k < kDepth / 32; ++k)
-                WgmmaFp8<COLUMNS>::run(partial, a + 2 * k, b + 2 * k, block + k > 0);
-              here.next();
-            }
-            wgmma_commit();
-            float low = 1.0f, high = 1.0f;
+          for (int j = 0; j < COLUMNS / 8; ++j) {
+            float* sum = total[w] + 4 * j;
+            const float* part = partial + 4 * j;
             if constexpr (SCALED) {
-              if (w == 0) {
-                mbarrier_wait(base + S::scale_full + 8 * scale_ring.stage, scale_ring.parity);
-                const float* of_weight = scales + kScaleBlocks * ROWS + 2 * slot;
-                left = of_weight[0], right = of_weight[1];
-              }
-              const float* of_rows = scales + slot * by_block + (lane_row + 64 * w) * by_row;
-              low = of_rows[0], high = of_rows[8 * by_row];
-            }
-            // The next unit's first stage, while this one's last wave multiplies
-            if (w == WAVES - 1 && unit + 1 < units)
-              mbarrier_wait(base + S::full + 8 * here.stage, here.parity);
-            wgmma_wait<0>();
-            wgmma_hold(partial);
-            if (w == WAVES - 1) {
+              // one block of the weight's scales for all columns where COLUMNS divides 128
+              const float s = 128 % COLUMNS == 0 || 8 * j < border ? scales.z : scales.w;
+              const float low = __fmul_rn(scales.x, s), high = __fmul_rn(scales.y, s);
+              sum[0] = __fmaf_rn(part[0], low, sum[0]);
+              sum[1] = __fmaf_rn(part[1], low, sum[1]);
+              sum[2] = __fmaf_rn(part[2], high, sum[2]);
+              sum[3] = __fmaf_rn(part[3], high, sum[3]);
+            } else {
 #pragma unroll
-              for (int block = 0; block < kUnit; ++block) {
-                if (lane == 0) mbarrier_arrive(base + S::empty + 8 * ring.stage);
-                ring.next();
-              }
-            }
-#pragma unroll
-            for (int j = 0; j < COLUMNS / 8; ++j) {
-              float* sum = total[w] + 4 * j;
-              const float* part = partial + 4 * j;
-              if constexpr (SCALED) {
-                // one block of the weight's scales for all columns where COLUMNS divides 128
-                const float s = 128 % COLUMNS == 0 || 8 * j < border ? left : right;
-                const float s_low = __fmul_rn(low, s), s_high = __fmul_rn(high, s);
-                sum[0] = __fmaf_rn(part[0], s_low, sum[0]);
-                sum[1] = __fmaf_rn(part[1], s_low, sum[1]);
-                sum[2] = __fmaf_rn(part[2], s_high, sum[2]);
-                sum[3] = __fmaf_rn(part[3], s_high, sum[3]);
-              } else {
-#pragma unroll
-                for (int i = 0; i < 4; ++i) sum[i] = __fadd_rn(sum[i], part[i]);
-              }
+              for (int i = 0; i < 4; ++i) sum[i] = __fadd_rn(sum[i], part[i]);
             }
           }
-          if constexpr (SCALED)
-            if (slot == kScaleBlocks - 1 || unit == units - 1) {
-              __syncwarp();
-              if (lane == 0) mbarrier_arrive(base + S::scale_empty + 8 * scale_ring.stage);
-              scale_ring.next();
+        };
+        auto give_back_scales = [&](int unit) {
+          if (SCALED && (unit % kScaleBlocks == kScaleBlocks - 1 || unit == units - 1)) {
+            __syncwarp();
+            if (lane == 0) mbarrier_arrive(base + S::scale_empty + 8 * scale_ring.stage);
+            scale_ring.next();
+          }
+        };
+
+        wait_for_stage();
+        if constexpr (kAhead) {
+          // A unit multiplies while the one before is added. Straight lines, peeled at the end: ptxas
+          // serializes wgmma where it loses sight of who waits
+          Sums even, odd;
+          auto start = [&](Sums& partial) {
+            wait_for_stage();
+            multiply(partial, 0, ring);
+            skip_unit(ring);
+          };
+          auto end = [&](Sums& partial, int unit) {
+            give_back();
+            wait_for_scales(unit);
+            add(partial, 0, SCALED ? scales_at(unit, 0) : float4{});
+            give_back_scales(unit);
+          };
+          start(even);
+          int unit = 0;
+          for (; unit + 2 < units; unit += 2) {
+            start(odd);
+            wgmma_wait<1>();
+            end(even, unit);
+            start(even);
+            wgmma_wait<1>();
+            end(odd, unit + 1);
+          }
+          if (unit + 1 < units) {
+            start(odd);
+            wgmma_wait<1>();
+            end(even, unit);
+            wgmma_wait<0>();
+            end(odd, unit + 1);
+          } else {
+            wgmma_wait<0>();
+            end(even, unit);
+          }
+        } else {
+          for (int unit = 0; unit < units; ++unit) {
+#pragma unroll
+            for (int w = 0; w < WAVES; ++w) {
+              Sums partial;
+              multiply(partial, w, ring);
+              if (w == 0) wait_for_scales(unit);
+              const float4 scales = SCALED ? scales_at(unit, w) : float4{};
+              if (w == WAVES - 1) {  // the next unit's first stage, while this wave multiplies
+                skip_unit(ring);
+                if (unit + 1 < units) wait_for_stage();
+              }
+              wgmma_wait<0>();
+              if (w == WAVES - 1) give_back();
+              add(partial, w, scales);
             }
+            give_back_scales(unit);
+          }
         }
       }
 #pragma unroll
