@@ -26,14 +26,6 @@ struct Layout {
   static_assert(TOKENS * pitch * 4 <= scales, "totals are staged where the operands were");
 };
 
-__device__ __forceinline__ float4 load_remote(u32 remote) {
-  float4 value;
-  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
-               : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
-               : "r"(remote));
-  return value;
-}
-
 template <int EPILOGUE, bool SCALED, bool FAST, int TOKENS, int STAGES, int CLUSTER>
 __global__ void __launch_bounds__(192)
     fp8_small(const __grid_constant__ TensorMap weight_map,

@@ -151,13 +151,13 @@ __device__ __forceinline__ u32 map_to_rank(u32 smem, u32 rank) {
   return remote;
 }
 
-// Store 4 bytes into a CTA of the cluster; its barrier counts them when they have landed.
-__device__ __forceinline__ void store_remote(u32 remote, u32 value, u32 remote_barrier) {
-  asm volatile(
-      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];" ::"r"(
-          remote),
-      "r"(value), "r"(remote_barrier)
-      : "memory");
+// Read 16 bytes of a CTA of the cluster (an address from map_to_rank).
+__device__ __forceinline__ float4 load_remote(u32 remote) {
+  float4 value;
+  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
+               : "r"(remote));
+  return value;
 }
 
 // Wait until `threads` threads of the CTA (whole warps) have come to barrier `id` (1 to 15).

@@ -1,4 +1,4 @@
-"""fp8_swiglu_quantize on SM90a: sm90.cu's tiles and its launch."""
+"""fp8_swiglu_quantize on SM90a: tiles and launches of sm90_large.cu and sm90_small.cu."""
 
 from __future__ import annotations
 
@@ -16,17 +16,20 @@ from ...problem import Problem
 from ...tuning import chosen, table
 
 _COLUMNS = 128  # of gate, and of up, in a tile
-_SOURCE = "ops/fp8_swiglu_quantize/sm90.cu"
-_ROWS = (64, 128)
+_FOLDER = "ops/fp8_swiglu_quantize"
+_ROWS = {"large": (64, 128), "small": (8, 16, 32, 64)}
+_SPLITS = (1, 2, 4)
 
 
 @dataclass(frozen=True)
 class Config:
-    """`rows` x 128 outputs a tile, `stages` in the ring, `raster` row tiles visited together."""
+    """`rows` x 128 outputs a tile, `stages` in the ring."""
 
+    policy: str  # "large" (persistent) or "small" (operands swapped, halves of a tile in a cluster)
     rows: int
     stages: int
-    raster: int = 8
+    split: int = 1  # small: runs of K
+    raster: int = 8  # large: row tiles visited together
 
     @property
     def tile(self) -> tuple[int, int]:
@@ -37,33 +40,50 @@ class Config:
 
 
 def shared_bytes(config: Config) -> int:
-    """What the kernel's Shared adds up to, with room to align."""
-    data = config.stages * (config.rows + 2 * _COLUMNS) * 128
-    scales = gemm.SCALE_STAGES * gemm.SCALE_BLOCKS * (config.rows + 2) * 4
-    return data + scales + 16 * (config.stages + gemm.SCALE_STAGES) + 1024
+    """What the kernel's Shared / Layout adds up to, with room to align."""
+    c = config
+    if c.policy == "large":
+        scales = gemm.SCALE_STAGES * gemm.SCALE_BLOCKS * (c.rows + 2) * 4
+        barriers = 16 * (c.stages + gemm.SCALE_STAGES)
+        return c.stages * (c.rows + 2 * _COLUMNS) * 128 + scales + barriers + 1024
+    return c.stages * ((c.rows + _COLUMNS) * 128 + (c.rows + 4) * 4 + 16) + 1024
 
 
-def refuses(config: Config) -> str | None:
-    """Why the kernel does not have this configuration, or None."""
-    sizes = (config.rows, config.stages, config.raster)
+def refuses(config: Config, m: int = 1) -> str | None:
+    """Why the kernels do not have this configuration, or None."""
+    c = config
+    sizes = (c.rows, c.stages, c.split, c.raster)
     if any(type(size) is not int or size < 1 for size in sizes):
         return "sizes are positive ints"
-    if config.rows not in _ROWS or not 3 <= config.stages <= 8 or config.raster > 64:
+    if c.rows not in _ROWS.get(c.policy, ()) or not 3 <= c.stages <= 16 or c.raster > 64:
         return "no such tile"
-    if shared_bytes(config) > gemm.SHARED_LIMIT:
-        return f"{shared_bytes(config)} bytes of shared memory, the limit is {gemm.SHARED_LIMIT}"
-    return None
+    if shared_bytes(c) > gemm.SHARED_LIMIT:
+        return f"{shared_bytes(c)} bytes of shared memory, the limit is {gemm.SHARED_LIMIT}"
+    if c.split not in (_SPLITS if c.policy == "small" else (1,)):
+        return "no such split of K"
+    return None if c.policy == "large" or m <= 65535 * c.rows else "too many tiles of tokens"
 
 
 def candidates(problem: Problem) -> list[Config]:
-    """The deepest ring of each tile, in several orders."""
+    """Those worth timing, by the number of rows."""
     m = problem.spec("input").shape[0]
     rasters = (4, 8, 16) if m > 1024 else (8,)
-    return [Config(rows, _deepest(rows), raster) for rows in _ROWS for raster in rasters]
+    large = [
+        Config("large", r, _deepest(r), raster=raster) for r in (64, 128) for raster in rasters
+    ]
+    small = [
+        Config("small", rows, stages, split)
+        for rows in _ROWS["small"]
+        for stages in (4, 6, 8, 12)
+        for split in _SPLITS
+        if m > rows // 2 or rows == 8
+    ]
+    found = (*(large if m > 32 else ()), *(small if m <= 128 else ()))
+    return [c for c in found if refuses(c, m) is None]
 
 
 def _deepest(rows: int) -> int:
-    return max(stages for stages in range(3, 9) if refuses(Config(rows, stages)) is None)
+    return max(stages for stages in range(3, 9) if refuses(Config("large", rows, stages)) is None)
 
 
 def why_not(problem: Problem) -> str | None:
@@ -90,12 +110,12 @@ def must_run(problem: Problem) -> bool:
 
 
 def config(problem: Problem) -> Config:
-    """The tuned table's, else the narrower tile for few rows."""
+    """The tuned table's, else by the number of rows."""
     (m, k), n = problem.spec("input").shape, problem.spec("output").shape[1]
 
     def legal(values: dict[str, Any]) -> bool:
         try:
-            return refuses(Config(**values)) is None
+            return refuses(Config(**values), m) is None
         except TypeError:  # a table of another version
             return False
 
@@ -108,12 +128,17 @@ def config(problem: Problem) -> Config:
     )
     if found is not None:
         return Config(**found)
-    rows = 64 if m <= 64 else 128
-    return Config(rows, _deepest(rows))
+    if m > 64:
+        return Config("large", 128, _deepest(128))
+    tokens = next(t for t in _ROWS["small"] if m <= t)
+    tiles, split = -(-n // _COLUMNS), 1
+    while split < 4 and tiles * 4 * split <= problem.arch.multiprocessors and k >= 512 * split:
+        split *= 2
+    return Config("small", tokens, 8 if tokens < 64 else 6, split)
 
 
 class _Output(ctypes.Structure):
-    """`struct Output` of sm90.cu."""
+    """`struct Output` of fp8_swiglu.cuh."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("codes", "scale")),
@@ -159,24 +184,30 @@ def prepare(
 ) -> Launch:
     """The launch for these addresses; M, N and K are not 0."""
     (m, k), n = x.shape, output.shape[1]
-    device, size = x.get_device(), shared_bytes(config)
-    name = f"fp8_swiglu<{config.rows // 64}, {config.stages}>"
-    function = kernel_function(_SOURCE, name, "sm_90a", device, size)
+    device, size, c = x.get_device(), shared_bytes(config), config
     pitches = [t.stride(0) if t.shape[0] > 1 else k for t in (x, weight)]
-    maps = (
-        tensor_map.encode(x.data_ptr(), m, k, pitches[0], config.rows, 128),
-        tensor_map.encode_groups(weight.data_ptr(), 2 * n, k, pitches[1], _COLUMNS // 16, 128),
-    )
+    tokens = tensor_map.encode(x.data_ptr(), m, k, pitches[0], c.rows, 128)
+    tiles_m, tiles_n = -(-m // c.rows), -(-n // _COLUMNS)
+    if c.policy == "large":
+        name = f"fp8_swiglu<{c.rows // 64}, {c.stages}>"
+        groups = _COLUMNS // 16
+        rows = tensor_map.encode_groups(weight.data_ptr(), 2 * n, k, pitches[1], groups, 128)
+        maps = (tokens, rows)
+        count = torch.cuda.get_device_properties(device).multi_processor_count
+        grid, threads, cluster = (min(count, tiles_m * tiles_n), 1, 1), 128 + 2 * c.rows, 1
+    else:
+        name = f"fp8_swiglu_small<{c.rows}, {c.stages}, {c.split}>"
+        maps = (tensor_map.encode(weight.data_ptr(), 2 * n, k, pitches[1], 64, 128), tokens)
+        cluster = 2 * c.split
+        grid, threads = (tiles_n * cluster, tiles_m, 1), 320
+    function = kernel_function(f"{_FOLDER}/sm90_{c.policy}.cu", name, "sm_90a", device, size)
     problem = gemm.parameters(
-        x, weight, None, raster=config.raster, input_scale=input_scale, weight_scale=weight_scale
+        x, weight, None, raster=c.raster, input_scale=input_scale, weight_scale=weight_scale
     )
     result = _Output(
         output.data_ptr(), output_scale.data_ptr(), output.stride(0), *output_scale.stride(), n
     )
-    count = torch.cuda.get_device_properties(device).multi_processor_count
-    grid = (min(count, -(-m // config.rows) * -(-n // _COLUMNS)), 1, 1)
-    threads = 128 + 2 * config.rows
-    return Launch(device, function, grid, threads, size, 1, (*maps, problem, result))
+    return Launch(device, function, grid, threads, size, cluster, (*maps, problem, result))
 
 
 def bind(config: Config) -> Callable[..., None]:

@@ -1,24 +1,17 @@
-// fp8_swiglu_quantize on SM90a: gate and up products, SwiGLU and quantization in one kernel.
+// fp8_swiglu_quantize on SM90a for many rows: gate and up, SwiGLU and quantization in one kernel.
 //
 // As cuda/fp8/large.cu with scales, but a warpgroup's two waves are the gate and the up columns of the
 // same 64 rows: a CTA owns 64 * CONSUMERS rows and the 128 columns that share a scale of the output. A
 // row's 128 results lie in the four lanes of a quad, so its maximum takes two shuffles, and nothing but
 // codes and scales goes to memory.
-#include "fp8_problem.cuh"
 #include "fp8_scales.cuh"
+#include "fp8_swiglu.cuh"
 #include "tiles.cuh"
 #include "wgmma.cuh"
 
 using namespace farro;
 
 constexpr int kColumns = 128;  // of gate, and of up, in a tile
-
-struct Output {
-  u8* codes;
-  float* scale;
-  i64 codes_row, scale_row, scale_block;
-  int columns;  // N: gate rows of the weight are [0, N), up rows [N, 2 N)
-};
 
 template <int ROWS, int STAGES>
 struct Shared {
@@ -33,24 +26,6 @@ struct Shared {
   static constexpr int bytes = scale_empty + 8 * kScaleStages;
 };
 
-__device__ __forceinline__ float silu(float x) { return x * __fdividef(1.0f, 1.0f + __expf(-x)); }
-
-__device__ __forceinline__ float rounded(float x) {
-  return bf16_to_float(convert(x, BFloat16{}).bits);
-}
-
-// Four codes of neighbouring columns; beyond +-448 they saturate, NaN stays NaN.
-__device__ __forceinline__ u32 codes_of(const float (&x)[4], float inverse) {
-  u16 low, high;
-  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;"
-      : "=h"(low)
-      : "f"(__fmul_rn(x[1], inverse)), "f"(__fmul_rn(x[0], inverse)));
-  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;"
-      : "=h"(high)
-      : "f"(__fmul_rn(x[3], inverse)), "f"(__fmul_rn(x[2], inverse)));
-  return low | static_cast<u32>(high) << 16;
-}
-
 // One row's share of a lane: SwiGLU in place of the gate, the quad's maximum, scale and codes. `half`
 // is 0 for the row of the first two accumulators of each four, 2 for the row eight below.
 __device__ __forceinline__ void finish_row(const Problem& p, const Output& o,
@@ -64,13 +39,12 @@ __device__ __forceinline__ void finish_row(const Problem& p, const Output& o,
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       float& v = gate[4 * j + half + i];
-      v = rounded(rounded(silu(v)) * up[4 * j + half + i]);
+      v = swiglu(v, up[4 * j + half + i]);
       if (first + j / 2 * 16 < o.columns) largest = max(largest, __float_as_uint(v) & 0x7fffffff);
     }
   largest = max(largest, __shfl_xor_sync(~0u, largest, 1));
   largest = max(largest, __shfl_xor_sync(~0u, largest, 2));
-  float scale = __fdiv_rn(__uint_as_float(largest), 448.0f);
-  scale = scale < 1e-12f ? 1e-12f : scale;  // NaN stays
+  const float scale = scale_of(largest);
   const float inverse = __fdiv_rn(1.0f, scale);
   if (row >= p.m) return;
   if (lane % 4 == 0) o.scale[row * o.scale_row + column_tile * o.scale_block] = scale;
@@ -79,7 +53,7 @@ __device__ __forceinline__ void finish_row(const Problem& p, const Output& o,
   for (int j = 0; j < kColumns / 16; ++j) {
     const float* v = gate + 8 * j + half;
     const float four[4] = {v[0], v[1], v[4], v[5]};
-    if (first + 16 * j < o.columns) *reinterpret_cast<u32*>(to + 16 * j) = codes_of(four, inverse);
+    if (first + 16 * j < o.columns) *reinterpret_cast<u32*>(to + 16 * j) = codes_of(four[0], four[1], four[2], four[3], inverse);
   }
 }
 
