@@ -1,245 +1,24 @@
-"""FP8 products on SM90a: configurations, which are legal, and launches of large.cu and small.cu.
+"""Launches of the FP8 products on SM90a, large.cu and small.cu.
 
 fp8_linear and fp8_blockwise_linear share these kernels: a template parameter says whether sums are
-scaled by blocks of K, another what happens before they are rounded.
+scaled by blocks of K, another what happens before they are rounded. configs.py chooses.
 """
 
 from __future__ import annotations
 
 import ctypes
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
 import torch
 
 from ...dispatch import insert
-from ...problem import Problem, TensorSpec
-from ...tuning import FEW_ROWS, chosen, preferred, table
 from .. import tensor_map
 from ..launch import Launch, kernel_function
+from .configs import DEPTH, Config, Kind, shared_bytes
 
-SHARED_LIMIT = 232448  # bytes a CTA may use on SM90
-_ALIGNMENT = 1024  # of shared memory, for the 128-byte swizzle
-_DEPTH = 128  # bytes of K in a stage, as in the .cu files
-SCALE_STAGES, SCALE_BLOCKS = 3, 4  # of kernels for many rows
-_LONGEST = 2**31 - 2**10  # a row's index plus a tile stays an int
-_LARGEST_GRID_Y = 65535
-# rows of a tile -> columns
-_LARGE = {256: (64, 96, 128, 192), 128: (64, 96, 128, 192, 256)}
-_SMALL = (8, 16, 32, 64, 128)  # tokens of a tile, beside 64 weight rows
-_CLUSTERS = (1, 2, 4, 8)
 _BIAS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
-BIAS, RESIDUAL, GELU = 1, 2, 4  # bits of the epilogue
-
-
-@dataclass(frozen=True)
-class Config:
-    """One native configuration. `rows` x `columns` is the tile of the output [M, N]."""
-
-    policy: str  # "large" (persistent) or "small" (operands swapped)
-    rows: int
-    columns: int
-    stages: int
-    cluster: int = 1  # small: CTAs that share K
-    raster: int = 8  # large: row tiles visited together
-
-    @property
-    def tile(self) -> tuple[int, int]:
-        return self.rows, self.columns
-
-    @property
-    def name(self) -> str:
-        split = f", K in {self.cluster}" if self.cluster > 1 else ""
-        return f"sm90 {self.policy} {self.rows}x{self.columns}{split}"
-
-    @property
-    def warps(self) -> int:
-        return 12 if self.policy == "large" else 6
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-
-@dataclass(frozen=True)
-class Kind:
-    """What the kernels are compiled for, beside a configuration."""
-
-    scaled: bool  # blocks of 128 of K have scales
-    fast: bool = False  # the tensor cores add all of K
-    epilogue: int = 0
-
-
-def shared_bytes(config: Config, scaled: bool) -> int:
-    """What the kernel's Shared / Layout adds up to, with room to align."""
-    data = config.stages * (config.rows + config.columns) * _DEPTH
-    if config.policy == "large":
-        scales = SCALE_STAGES * SCALE_BLOCKS * (config.rows + 2) * 4 if scaled else 0
-        return data + scales + 16 * (config.stages + SCALE_STAGES) + _ALIGNMENT
-    scales = (config.rows + 4) * 4 if scaled else 0
-    return data + config.stages * (scales + 16) + _ALIGNMENT
-
-
-def refuses(config: Config, kind: Kind, m: int = 1) -> str | None:
-    """Why the kernels do not have this configuration, or cannot for M rows; None if they can."""
-    c = config
-    sizes = (c.rows, c.columns, c.stages, c.cluster, c.raster)
-    if any(type(size) is not int or size < 1 for size in sizes) or c.stages < 3:
-        return "sizes are positive ints, and a ring has three stages at the least"
-    if shared_bytes(c, kind.scaled) > SHARED_LIMIT:
-        return f"{shared_bytes(c, kind.scaled)} bytes of shared memory, the limit is {SHARED_LIMIT}"
-    if c.policy == "large":
-        return _refuses_large(c, kind)
-    if c.policy != "small" or c.rows not in _SMALL or c.columns != 64 or c.cluster not in _CLUSTERS:
-        return "no such tile"
-    if c.rows * (64 + 4) * 4 > c.stages * (c.rows + 64) * _DEPTH:
-        return "the totals do not fit where the operands were"
-    return None if m <= _LARGEST_GRID_Y * c.rows else f"more than {_LARGEST_GRID_Y} tiles of tokens"
-
-
-def _refuses_large(c: Config, kind: Kind) -> str | None:
-    if c.columns not in _LARGE.get(c.rows, ()) or c.cluster != 1 or c.raster > 64:
-        return "no such tile"
-    if kind.scaled and c.columns > 128:
-        return "a tile has the scales of two blocks of columns at the most"
-    # FP32 registers a thread: totals, and one wave's partial sums
-    waves = c.rows // 128
-    sums = c.columns // 2 * (waves if kind.fast else waves + 1)
-    if sums > 192:
-        return f"{sums} registers of sums would spill"
-    if waves == 1 and not kind.fast and not kind.scaled and c.stages < 5:
-        return "two units of two stages, and one to fill, need five"
-    return None
-
-
-def configs(kind: Kind, m: int) -> Iterator[Config]:
-    """Every legal configuration."""
-    large = (
-        Config("large", rows, columns, stages, raster=raster)
-        for rows, widths in _LARGE.items()
-        for columns in widths
-        for stages in range(3, 9)
-        for raster in (4, 8, 16)
-    )
-    small = (
-        Config("small", tokens, 64, stages, cluster)
-        for tokens in _SMALL
-        for stages in (4, 6, 8, 12, 16)
-        for cluster in _CLUSTERS
-    )
-    yield from (c for c in (*large, *small) if refuses(c, kind, m) is None)
-
-
-def candidates(kind: Kind, m: int, n: int, k: int) -> list[Config]:
-    """The legal configurations worth timing: some dozens, by the number of rows."""
-
-    def plausible(c: Config) -> bool:
-        if c.policy == "large":
-            deepest = refuses(replace(c, stages=c.stages + 1), kind) is not None or c.stages == 8
-            return m > 64 and deepest and (m > 1024 or c.raster == 8)
-        fits = m > c.rows // 2 or c.rows == min(_SMALL)
-        tiles = -(-m // c.rows) * -(-n // 64)
-        useful = c.cluster == 1 or (tiles * c.cluster <= 300 and k >= 2 * c.cluster * _DEPTH)
-        return m <= 256 and fits and useful and c.rows * 4 >= min(m, 128)
-
-    return [c for c in configs(kind, m) if plausible(c)]
-
-
-def heuristic(kind: Kind, m: int, n: int, k: int, multiprocessors: int = 132) -> Config:
-    """A legal configuration for any problem, where no table has one."""
-    if m > 64:
-        tries = [
-            c
-            for c in configs(kind, m)
-            if c.policy == "large"
-            and c.raster == 8
-            and refuses(replace(c, stages=c.stages + 1), kind) is not None
-        ]
-
-        def cost(c: Config) -> float:  # rounds of tiles; wide tiles are used better
-            tiles = -(-m // c.rows) * -(-n // c.columns)
-            return -(-tiles // multiprocessors) * (c.rows + 64) * (c.columns + 32)
-
-        best = min(tries, key=cost)
-        if m > 256 or -(-m // best.rows) * -(-n // best.columns) * 2 > multiprocessors:
-            return best
-    tokens = next((t for t in (8, 16, 32, 64) if m <= t), 64)
-    tiles = -(-m // tokens) * -(-n // 64)
-    cluster = 1
-    while cluster < 8 and tiles * cluster * 2 <= multiprocessors and k >= 4 * cluster * _DEPTH:
-        cluster *= 2
-    resident = max(1, min(3, -(-tiles * cluster // multiprocessors)))
-    room = SHARED_LIMIT // resident - 1024  # the system takes 1 KiB of each CTA's
-    found = [Config("small", tokens, 64, stages, cluster) for stages in (12, 8, 6, 4)]
-    return next((c for c in found if shared_bytes(c, kind.scaled) <= room), found[-1])
-
-
-def tuned(problem: Problem, kind: Kind, exact: Mapping[str, Any]) -> Config:
-    """The tuned table's configuration for a product of input [M,K] and weight [N,K], or ours."""
-    (m, k), n = problem.spec("input").shape, problem.spec("weight").shape[0]
-    rows, count = table(problem.operator, problem.arch.device), problem.arch.multiprocessors
-    arguments = (rows, {"backend": "cuda", **exact}, {"m": m, "n": n, "k": k}, count)
-
-    def legal(values: dict[str, Any]) -> bool:
-        try:
-            return refuses(Config(**values), kind, m) is None
-        except TypeError:  # a table of another version
-            return False
-
-    def at_once(values: dict[str, Any]) -> bool:
-        return legal(values) and _in_one_round(Config(**values), kind, m, n, count)
-
-    found = chosen(*arguments, at_once) if m <= FEW_ROWS else None
-    found = found or chosen(*arguments, legal)
-    return heuristic(kind, m, n, k, count) if found is None else Config(**found)
-
-
-def yields(problem: Problem, exact: Mapping[str, Any]) -> str | None:
-    """What the tuned table says another back end does faster, "auto" leaves to that one."""
-    (m, k), n = problem.spec("input").shape, problem.spec("weight").shape[0]
-    rows = table(problem.operator, problem.arch.device)
-    sizes = {"m": m, "n": n, "k": k}
-    backend = preferred(rows, exact, sizes, problem.arch.multiprocessors)
-    if backend in (None, "cuda"):
-        return None
-    return f"{backend} is faster here by the tuned table"
-
-
-def _in_one_round(config: Config, kind: Kind, m: int, n: int, count: int) -> bool:
-    """Whether all CTAs of the small kernel are resident together: by memory and registers."""
-    sums = config.rows // 2 * (1 if kind.fast else 3)
-    by_registers = 65536 // (32 * config.warps * (40 + sums))
-    by_memory = SHARED_LIMIT // (shared_bytes(config, kind.scaled) + 1024)
-    tiles = -(-m // config.rows) * -(-n // config.columns) * config.cluster
-    return tiles <= count * min(by_memory, by_registers)
-
-
-def unfit(name: str, spec: TensorSpec) -> str | None:
-    """Why TMA cannot read a row-major matrix of bytes as it lies, or None."""
-    rows, columns = spec.shape
-    if columns > 1 and spec.stride[1] != 1:
-        return f"{name} must be row-major: its stride along K is {spec.stride[1]}"
-    lead = spec.stride[0] if rows > 1 else columns
-    if lead % 16:
-        return f"{name}'s leading stride is {lead}; TMA needs a multiple of 16"
-    if lead < columns:
-        return f"{name}'s leading stride is {lead}, below K = {columns}: its rows overlap"
-    if spec.align < 16:
-        return f"{name}'s address is aligned to {spec.align} bytes; TMA needs 16"
-    return None
-
-
-def why_not(x: TensorSpec, weight: TensorSpec) -> str | None:
-    """Any M, K % 16 == 0 and N % 16 == 0, row-major operands that TMA can read."""
-    (m, k), n = x.shape, weight.shape[0]
-    if n % 16 or k % 16:
-        return f"N = {n} and K = {k} must be multiples of 16"
-    if 0 in (m, n, k):
-        return None
-    if max(m, n, k) > _LONGEST:
-        return f"a dimension is longer than {_LONGEST}"
-    return unfit("input", x) or unfit("weight", weight)
 
 
 class _Parameters(ctypes.Structure):
@@ -364,11 +143,11 @@ def _maps(config: Config, x: torch.Tensor, weight: torch.Tensor) -> tuple[Any, A
     (m, k), n = x.shape, weight.shape[0]
     # a single row has no leading stride to speak of, but TMA wants a multiple of 16
     pitches = [t.stride(0) if t.shape[0] > 1 else k for t in (x, weight)]
-    tokens = tensor_map.encode(x.data_ptr(), m, k, pitches[0], config.rows, _DEPTH)
+    tokens = tensor_map.encode(x.data_ptr(), m, k, pitches[0], config.rows, DEPTH)
     if config.policy == "large":
         groups = config.columns // 16
-        return tokens, tensor_map.encode_groups(weight.data_ptr(), n, k, pitches[1], groups, _DEPTH)
-    return tensor_map.encode(weight.data_ptr(), n, k, pitches[1], config.columns, _DEPTH), tokens
+        return tokens, tensor_map.encode_groups(weight.data_ptr(), n, k, pitches[1], groups, DEPTH)
+    return tensor_map.encode(weight.data_ptr(), n, k, pitches[1], config.columns, DEPTH), tokens
 
 
 class Prepared:

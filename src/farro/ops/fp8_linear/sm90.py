@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
-from ...cuda.fp8 import gemm
-from ...cuda.fp8.gemm import BIAS, GELU, RESIDUAL, Config, Kind, Prepared
+from ...cuda.fp8 import configs, gemm
+from ...cuda.fp8.configs import BIAS, GELU, RESIDUAL, Config, Kind
+from ...cuda.fp8.gemm import Prepared
 from ...problem import Problem
 from . import reference
 
@@ -38,21 +39,17 @@ def kind_of(problem: Problem) -> Kind:
 
 def why_not(problem: Problem) -> str | None:
     """Row-major operands that TMA can read, K and N multiples of 16; any bias, residual and out."""
-    return gemm.why_not(problem.spec("input"), problem.spec("weight"))
+    return configs.why_not(problem.spec("input"), problem.spec("weight"))
 
 
 def must_run(problem: Problem) -> bool:
-    """Contiguous operands at 16-byte aligned addresses, K and N multiples of 16, any M."""
-    x, weight = problem.spec("input"), problem.spec("weight")
-    aligned = x.align >= 16 and weight.align >= 16
-    (m, k), n = x.shape, weight.shape[0]
-    lies = all(spec.stride == (k, 1) or min(spec.shape) < 2 for spec in (x, weight))
-    return aligned and lies and k % 16 == n % 16 == 0 and max(m, n, k) < 2**31 - 2**10
+    """Rows of 16-byte aligned pieces, K and N multiples of 16; any M, bias, residual and out."""
+    return configs.must_run(problem.spec("input"), problem.spec("weight"))
 
 
 def refuses(config: Config, problem: Problem) -> str | None:
     """Why a pinned tile is not legal for the problem, or None."""
-    return gemm.refuses(config, kind_of(problem), problem.spec("input").shape[0])
+    return configs.refuses(config, kind_of(problem), problem.spec("input").shape[0])
 
 
 def _exact(problem: Problem) -> dict[str, Any]:
@@ -61,16 +58,16 @@ def _exact(problem: Problem) -> dict[str, Any]:
 
 def config(problem: Problem) -> Config:
     """The tuned table's, else the heuristic's; an epilogue changes neither."""
-    return gemm.tuned(problem, kind_of(problem), _exact(problem))
+    return configs.tuned(problem, kind_of(problem), _exact(problem))
 
 
 def yields(problem: Problem) -> str | None:
-    return gemm.yields(problem, _exact(problem))
+    return configs.yields(problem, _exact(problem))
 
 
 def candidates(problem: Problem) -> list[Config]:
     (m, k), n = problem.spec("input").shape, problem.spec("weight").shape[0]
-    return gemm.candidates(kind_of(problem), m, n, k)
+    return configs.candidates(kind_of(problem), m, n, k)
 
 
 class _Bound:

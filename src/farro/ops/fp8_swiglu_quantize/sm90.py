@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from ...cuda import tensor_map
-from ...cuda.fp8 import gemm
+from ...cuda.fp8 import configs, gemm
 from ...cuda.launch import Launch, kernel_function
-from ...problem import Problem
+from ...problem import Problem, TensorSpec
 from ...tuning import chosen, table
 
 _COLUMNS = 128  # of gate, and of up, in a tile
@@ -43,8 +43,8 @@ def shared_bytes(config: Config) -> int:
     """What the kernel's Shared / Layout adds up to, with room to align."""
     c = config
     if c.policy == "large":
-        scales = gemm.SCALE_STAGES * gemm.SCALE_BLOCKS * (c.rows + 2) * 4
-        barriers = 16 * (c.stages + gemm.SCALE_STAGES)
+        scales = configs.SCALE_STAGES * configs.SCALE_BLOCKS * (c.rows + 2) * 4
+        barriers = 16 * (c.stages + configs.SCALE_STAGES)
         return c.stages * (c.rows + 2 * _COLUMNS) * 128 + scales + barriers + 1024
     return c.stages * ((c.rows + _COLUMNS) * 128 + (c.rows + 4) * 4 + 16) + 1024
 
@@ -57,8 +57,8 @@ def refuses(config: Config, m: int = 1) -> str | None:
         return "sizes are positive ints"
     if c.rows not in _ROWS.get(c.policy, ()) or not 3 <= c.stages <= 16 or c.raster > 64:
         return "no such tile"
-    if shared_bytes(c) > gemm.SHARED_LIMIT:
-        return f"{shared_bytes(c)} bytes of shared memory, the limit is {gemm.SHARED_LIMIT}"
+    if shared_bytes(c) > configs.SHARED_LIMIT:
+        return f"{shared_bytes(c)} bytes of shared memory, the limit is {configs.SHARED_LIMIT}"
     if c.split not in (_SPLITS if c.policy == "small" else (1,)):
         return "no such split of K"
     return None if c.policy == "large" or m <= 65535 * c.rows else "too many tiles of tokens"
@@ -89,24 +89,26 @@ def _deepest(rows: int) -> int:
 def why_not(problem: Problem) -> str | None:
     """Row-major operands that TMA can read, K and N multiples of 16, codes in rows of words."""
     x, weight, out = (problem.spec(n) for n in ("input", "gate_up_weight", "output"))
-    if out.shape[1] % 16:
-        return f"N = {out.shape[1]} must be a multiple of 16"
-    reason = gemm.why_not(x, weight)
-    if reason is not None or 0 in out.shape:
+    k, n = x.shape[1], out.shape[1]
+    if n % 16 or k % 16:
+        return f"N = {n} and K = {k} must be multiples of 16"
+    reason = configs.why_not(x, weight, "gate_up_weight")
+    if reason is not None or 0 in (*out.shape, k):
         return reason
-    row = out.stride[0] if out.shape[0] > 1 else 0
-    if out.stride[1] != 1 or row % 4 or out.align < 4:
-        return "output must be row-major, its rows at addresses that are multiples of 4"
-    return None
+    if _in_words(out):
+        return None
+    return "output must be row-major, its rows at addresses that are multiples of 4"
+
+
+def _in_words(codes: TensorSpec) -> bool:
+    row = codes.stride[0] if codes.shape[0] > 1 else 0
+    return codes.stride[1] == 1 and row % 4 == 0 and codes.align >= 4
 
 
 def must_run(problem: Problem) -> bool:
-    """Contiguous operands and codes at aligned addresses, K and N multiples of 16, any M."""
+    """Rows of 16-byte aligned pieces, codes in rows of words, K and N multiples of 16, any M."""
     x, weight, out = (problem.spec(n) for n in ("input", "gate_up_weight", "output"))
-    (m, k), n = x.shape, out.shape[1]
-    aligned = min(x.align, weight.align, out.align) >= 16
-    lies = all(s.stride == (s.shape[1], 1) or min(s.shape) < 2 for s in (x, weight, out))
-    return aligned and lies and k % 16 == n % 16 == 0 and max(m, 2 * n, k) < 2**31 - 2**10
+    return out.shape[1] % 16 == 0 and configs.must_run(x, weight) and _in_words(out)
 
 
 def config(problem: Problem) -> Config:
