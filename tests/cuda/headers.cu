@@ -1,5 +1,7 @@
 // Kernels that each use one piece of farro/cuda/include, for test_headers.py.
+#include "fp8_scales.cuh"
 #include "output.cuh"
+#include "tiles.cuh"
 #include "wgmma.cuh"
 
 using namespace farro;
@@ -63,7 +65,7 @@ __global__ void __launch_bounds__(128) reverse_in_pairs(const int* from, int* to
 
 // ---- TMA: one box, as it then lies in shared memory ----
 
-template <int ROWS>
+template <int ROWS, bool GROUPS>
 __global__ void __launch_bounds__(128)
     load_box(const __grid_constant__ TensorMap map, u8* to, int x, int y) {
   const Aligned shared;
@@ -78,7 +80,8 @@ __global__ void __launch_bounds__(128)
   __syncthreads();
   if (threadIdx.x == 0) {
     mbarrier_expect(barrier, 128 * ROWS);
-    tma_load(shared.base, &map, x, y, barrier);
+    if constexpr (GROUPS) tma_load_groups(shared.base, &map, x, y, barrier);
+    else tma_load(shared.base, &map, x, y, barrier);
   }
   mbarrier_wait(barrier, 0);
   for (int i = threadIdx.x; i < 128 * ROWS; i += 128) to[i] = shared.memory[i];
@@ -105,10 +108,15 @@ __global__ void __launch_bounds__(32) copy_small(const u8* from, u8* to, u32 val
 
 // ---- wgmma: two waves of 64 rows of A (128 x 128) times B (N x 128), transposed ----
 
-template <int N, bool ACCUMULATE>
+template <class Sum, int N>
+struct Product : WgmmaInt8<N> {};
+template <int N>
+struct Product<float, N> : WgmmaFp8<N> {};
+
+template <class Sum, int N, bool ACCUMULATE>
 __global__ void __launch_bounds__(128)
     multiply(const __grid_constant__ TensorMap map_a, const __grid_constant__ TensorMap map_b,
-             int* to) {
+             Sum* to) {
   const Aligned shared;
   constexpr int a_bytes = 128 * 128, b_bytes = N * 128;
   const u32 b_base = shared.base + a_bytes, barrier = b_base + b_bytes;
@@ -127,14 +135,14 @@ __global__ void __launch_bounds__(128)
     auto place = [&](int i) {
       return (first + (i & 2) * 4) * N + i / 4 * 8 + 2 * (lane % 4) + i % 2;
     };
-    int d[N / 2];
+    Sum d[N / 2];
 #pragma unroll
-    for (int i = 0; i < N / 2; ++i) d[i] = place(i);
+    for (int i = 0; i < N / 2; ++i) d[i] = place(i) % 1000;
     const u64 a = wgmma_descriptor(shared.base + 64 * wave * 128), b = wgmma_descriptor(b_base);
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < 4; ++k)
-      WgmmaInt8<N>::run(d, a + 2 * k, b + 2 * k, ACCUMULATE || k > 0);
+      Product<Sum, N>::run(d, a + 2 * k, b + 2 * k, ACCUMULATE || k > 0);
     wgmma_commit();
     wgmma_wait<0>();
     wgmma_hold(d);
@@ -143,32 +151,24 @@ __global__ void __launch_bounds__(128)
   }
 }
 
-// ---- Clusters: in each round every CTA sends every CTA 64 numbers ----
+// ---- Clusters: in each round every CTA reads 128 numbers of every CTA ----
 
 template <int CLUSTER>
-__global__ void __launch_bounds__(64) exchange(u32* to, int rounds) {
-  __shared__ u32 slots[2][CLUSTER][64];
-  __shared__ u64 arrived[2];
-  const u32 rank = cluster_rank(), bytes = 4 * 64 * CLUSTER;
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < 2; ++i) mbarrier_init(smem_address(arrived + i), 1);
-    fence_mbarrier_init();
-    for (int i = 0; i < 2; ++i) mbarrier_expect(smem_address(arrived + i), bytes);
-  }
-  cluster_sync();
+__global__ void __launch_bounds__(32) exchange(float* to, int rounds) {
+  __shared__ alignas(16) float slots[128];
+  const int rank = static_cast<int>(cluster_rank());
   for (int round = 0; round < rounds; ++round) {
-    const u32 barrier = smem_address(arrived + round % 2);
-    const u32 mine = smem_address(&slots[round % 2][rank][threadIdx.x]);
-    for (u32 other = 0; other < CLUSTER; ++other)
-      store_remote(map_to_rank(mine, other), 1000000 * blockIdx.x + 1000 * round + threadIdx.x,
-                   map_to_rank(barrier, other));
-    mbarrier_wait_cluster(barrier, round / 2 % 2);
-    for (int from = 0; from < CLUSTER; ++from)
-      to[((blockIdx.x * rounds + round) * CLUSTER + from) * 64 + threadIdx.x] =
-          slots[round % 2][from][63 - threadIdx.x];
-    if (threadIdx.x == 0 && round + 2 < rounds) mbarrier_expect(barrier, bytes);
+    for (int i = threadIdx.x; i < 128; i += 32)
+      slots[i] = static_cast<float>(8192 * blockIdx.x + 1024 * round + 128 * rank + i);
+    cluster_sync();
+    for (int from = 0; from < CLUSTER; ++from) {
+      const u32 theirs = map_to_rank(smem_address(slots + 4 * (31 - threadIdx.x)), from);
+      const float4 read = load_remote(theirs);
+      float* at = to + ((blockIdx.x * rounds + round) * CLUSTER + from) * 128 + 4 * threadIdx.x;
+      at[0] = read.x, at[1] = read.y, at[2] = read.z, at[3] = read.w;
+    }
+    cluster_sync();
   }
-  cluster_sync();
 }
 
 // ---- setmaxnreg: more live values than 168 registers hold ----
@@ -204,4 +204,31 @@ __global__ void convert_all(const float* from, Out* to, u32* pairs, int count) {
 __global__ void read_bias(const void* bias, int kind, i64 stride, float* to, int count) {
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
   if (i < count) to[i] = load_bias(bias, static_cast<BiasKind>(kind), i * stride);
+}
+
+// ---- Order of tiles ----
+
+__global__ void visit(int* to, int row_tiles, int column_tiles, int raster) {
+  const int t = blockIdx.x * blockDim.x + threadIdx.x;
+  if (t < row_tiles * column_tiles)
+    tile_at(t, row_tiles, column_tiles, raster, to[2 * t], to[2 * t + 1]);
+}
+
+// ---- Parts of the FP8 kernels: scales of a tile's rows, and GELU ----
+
+template <int ROWS>
+__global__ void __launch_bounds__(32)
+    row_scales(const __grid_constant__ Problem p, float* to, int first, int block, int blocks) {
+  __shared__ alignas(16) float slots[ROWS * kScaleBlocks];
+  for (int i = threadIdx.x; i < ROWS * kScaleBlocks; i += 32) slots[i] = 1e30f;
+  __syncwarp();
+  load_row_scales<ROWS>(p, smem_address(slots), first, block, blocks, threadIdx.x);
+  cp_async_wait_all();
+  __syncwarp();
+  for (int i = threadIdx.x; i < ROWS * kScaleBlocks; i += 32) to[i] = slots[i];
+}
+
+__global__ void gelu_all(const float* from, float* to, int count) {
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i < count) to[i] = gelu_tanh(from[i]);
 }

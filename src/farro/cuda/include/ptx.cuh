@@ -57,19 +57,6 @@ __device__ __forceinline__ void mbarrier_wait(u32 barrier, u32 parity) {
   }
 }
 
-// As mbarrier_wait, and writes of other CTAs of the cluster are visible after it.
-__device__ __forceinline__ void mbarrier_wait_cluster(u32 barrier, u32 parity) {
-  u32 done = 0;
-  while (done == 0) {
-    asm volatile(
-        "{\n.reg .pred p;\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\n"
-        "selp.u32 %0, 1, 0, p;\n}"
-        : "=r"(done)
-        : "r"(barrier), "r"(parity)
-        : "memory");
-  }
-}
-
 // Position in a ring of stages, and the parity that its barriers are waited for with: a consumer
 // starts at 0, a producer at 1, since a fresh barrier's last phase counts as over.
 template <int STAGES>
@@ -151,12 +138,13 @@ __device__ __forceinline__ u32 map_to_rank(u32 smem, u32 rank) {
   return remote;
 }
 
-// Read 16 bytes of a CTA of the cluster (an address from map_to_rank).
+// 16 aligned bytes of a CTA of the cluster; an address of the own CTA will do too.
 __device__ __forceinline__ float4 load_remote(u32 remote) {
   float4 value;
   asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
                : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
-               : "r"(remote));
+               : "r"(remote)
+               : "memory");
   return value;
 }
 
