@@ -29,7 +29,7 @@ from farro.testing import assert_bit_equal
 
 NATIVE = (
     Config("large", 256, 128, 4),
-    Config("large", 256, 112, 3),
+    Config("large", 256, 112, 4),
     Config("large", 128, 96, 5),
     Config("small", 8, 64, 6, 1, ahead=True),
     Config("small", 32, 64, 5, 2, ahead=True),

@@ -108,14 +108,18 @@ def thin(
 
 
 def _served(entry: Entry, table: tuple[Row, ...], multiprocessors: int, tolerance: float) -> bool:
+    """Whether a call would get a configuration that was measured here, and found good.
+
+    One that was not measured may be legal all the same: then the call would get it.
+    """
     exact, sizes = _split(entry)
     measured = {_key(config): us for config, us in entry["times"]}
-    arguments = (table, exact, sizes)
     if "n" in sizes:
-        found = tuning.chosen(*arguments, multiprocessors, lambda c: _key(c) in measured)
+        found = tuning.chosen(table, exact, sizes, multiprocessors)
     else:
-        found = tuning.nearest(*arguments, lambda c: _key(c) in measured)
-    return found is not None and measured[_key(found)] <= tolerance * entry["best_us"]
+        found = tuning.nearest(table, exact, sizes)
+    us = float("inf") if found is None else measured.get(_key(found), float("inf"))
+    return us <= tolerance * float(entry["best_us"])
 
 
 # --- preferences ---------------------------------------------------------------------------------
