@@ -14,9 +14,18 @@ from ...checks import check_no_overlap
 from ...dispatch import Kernel, Operator, explained_by, remember, select
 from ...formats.fp8 import E4M3, blocks
 from ...problem import Problem, kind_of
+from . import cpu
 from .checks import BIAS_DTYPES, NAME, check, check_arguments
 
 KERNELS = (
+    Kernel(
+        "fp8_blockwise_linear.cpu",
+        "cpu",
+        run="ops.fp8_blockwise_linear.cpu:run",
+        needs=frozenset({"cpu"}),
+        config=cpu.config,
+        must_run=lambda problem: True,
+    ),
     Kernel(
         "fp8_blockwise_linear.reference",
         "reference",
