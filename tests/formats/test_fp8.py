@@ -59,6 +59,14 @@ def test_encode_clamps_before_it_rounds() -> None:
     assert fp8.encode(torch.cat([x, -x])).view(torch.uint8).tolist() == [0x7E] * 5 + [0xFE] * 5
 
 
+def test_the_fast_decoder_knows_every_code_in_any_strides() -> None:
+    codes = torch.arange(256, dtype=torch.uint8).view(fp8.E4M3).view(16, 16)
+    for view in (codes, codes.T, codes[:, 3::2], codes[:15], codes[1:, :0]):
+        into = torch.full(view.shape, 99.0)
+        fp8.Decoder(256)(view, into)
+        assert_bit_equal(into / fp8.DECODED, view.float())
+
+
 def test_nan_has_one_code() -> None:
     bits = torch.tensor([0x7FC00000, -0x400000, 0x7F800001, -1], dtype=torch.int32)
     assert bits.view(torch.float32).isnan().all()

@@ -208,6 +208,23 @@ def test_a_row_does_not_depend_on_the_others(k, backend, generator):
         assert_bit_equal(some, rows[-1][: len(some)])
 
 
+def test_scratch_of_the_cpu_path_is_bounded(generator):
+    """M = 1024, N = 2048, K = 4096: at most 16 MiB beyond the result, however large the operands.
+
+    Decoded whole, they would be 48 MiB.
+    """
+    arguments = made(1024, 2048, 4096, seed_of(generator))
+    out = torch.empty(1024, 2048, dtype=torch.bfloat16)
+    with torch.profiler.profile(profile_memory=True) as found:
+        farro.fp8_blockwise_linear_bf16(**arguments, out=out, backend="cpu")
+    held = most = 0
+    for event in found.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            most = max(most, held)
+    assert 4 << 20 < most <= 16 << 20, f"{most / 2**20:.1f} MiB"
+
+
 def test_repeats_have_the_same_bits(generator):
     arguments = made(33, 700, 600, seed_of(generator))
     first = farro.fp8_blockwise_linear_bf16(**arguments)

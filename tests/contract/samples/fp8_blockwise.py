@@ -36,6 +36,8 @@ def _near(actual: torch.Tensor, expected: torch.Tensor, what: str) -> None:
     if got.dtype == torch.float32:  # a scale: one step of the BF16 maximum
         assert torch.allclose(got, needed, rtol=2.0**-7, atol=0, equal_nan=True), what
         return
+    if got.dtype == torch.bfloat16:  # GELU's far tail underflows to 0 in FP32, not in float64
+        got, needed = (t.masked_fill(t.abs() < 1e-30, 0.0) for t in (got, needed))
     size = 1 << (8 * got.element_size() - 1)  # codes in the order of the values that they stand for
     bits = [
         t.contiguous().view(torch.int8 if size == 128 else torch.int16).int() for t in (got, needed)
@@ -73,7 +75,7 @@ def _linear(
 
 
 def _linear_required(backend: str, problem: Problem) -> bool:
-    return backend == "reference"
+    return backend in ("reference", "cpu")
 
 
 def _linear_empty(inputs: dict[str, Any]) -> tuple[torch.Tensor, ...]:

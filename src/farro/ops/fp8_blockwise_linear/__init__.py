@@ -14,7 +14,7 @@ from ...checks import check_no_overlap
 from ...dispatch import Kernel, Operator, explained_by, remember, select
 from ...formats.fp8 import E4M3, blocks
 from ...problem import Problem, kind_of
-from . import sm90
+from . import cpu, sm90
 from .checks import BIAS_DTYPES, NAME, check, check_arguments
 
 KERNELS = (
@@ -29,6 +29,14 @@ KERNELS = (
         must_run=sm90.must_run,
         configs=sm90.candidates,
         yields=sm90.yields,
+    ),
+    Kernel(
+        "fp8_blockwise_linear.cpu",
+        "cpu",
+        run="ops.fp8_blockwise_linear.cpu:run",
+        needs=frozenset({"cpu"}),
+        config=cpu.config,
+        must_run=lambda problem: True,
     ),
     Kernel(
         "fp8_blockwise_linear.reference",

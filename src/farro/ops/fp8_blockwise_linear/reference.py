@@ -7,6 +7,8 @@ of E4M3 codes is exact in float64 (all are multiples of 2^-18 below 2^25), in wh
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from ...formats.fp8 import BLOCK, blocks
@@ -28,6 +30,14 @@ def product(
     return total
 
 
+def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
+    """x / 2 * (1 + tanh(u)), u = sqrt(2/pi) (x + 0.044715 x^3), as x * sigmoid(2u).
+
+    The two are equal, but 1 + tanh(u) cancels where x is negative.
+    """
+    return x * torch.sigmoid(2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))
+
+
 def run(
     config: None,
     x: torch.Tensor,
@@ -46,5 +56,5 @@ def run(
         if bias is not None:
             total += bias.double()
         if gelu:
-            total = torch.nn.functional.gelu(total, approximate="tanh")
+            total = gelu_tanh(total)
         out[block] = total.float().bfloat16()

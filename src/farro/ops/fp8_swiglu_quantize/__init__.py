@@ -14,7 +14,7 @@ from ...checks import check_no_overlap
 from ...dispatch import Kernel, Operator, explained_by, remember, select
 from ...formats.fp8 import E4M3, blocks
 from ...problem import Problem, kind_of
-from . import sm90
+from . import cpu, sm90
 from .checks import NAME, check, check_arguments
 
 KERNELS = (
@@ -28,6 +28,14 @@ KERNELS = (
         config=sm90.config,
         must_run=sm90.must_run,
         configs=sm90.candidates,
+    ),
+    Kernel(
+        "fp8_swiglu_quantize.cpu",
+        "cpu",
+        run="ops.fp8_swiglu_quantize.cpu:run",
+        needs=frozenset({"cpu"}),
+        config=cpu.config,
+        must_run=lambda problem: True,
     ),
     Kernel(
         "fp8_swiglu_quantize.reference",
