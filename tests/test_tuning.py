@@ -62,11 +62,27 @@ def test_the_nearest_row_by_logarithms(m: int, value: int) -> None:
 
 def test_rows_must_agree_where_asked_and_be_legal() -> None:
     _write_shipped([_row(16, 1, group_size=32), _row(1024, 2, group_size=64), _row(16, 3)])
-    assert _nearest(16, group_size=64) == {"value": 2}
+    assert _nearest(512, group_size=64) == {"value": 2}
+    assert _nearest(16, group_size=64) is None  # what many rows need says nothing of few
     assert _nearest(16, group_size=128) is None
     rows = tuning.table("toy", "chip")
-    legal = tuning.nearest(rows, {}, {"m": 16}, lambda config: config["value"] == 2)
-    assert legal == {"value": 2}
+    legal = tuning.nearest(rows, {}, {"m": 16}, lambda config: config["value"] == 3)
+    assert legal == {"value": 3}
+
+
+def test_a_users_row_does_not_hide_shipped_ones_that_are_nearer() -> None:
+    _write_shipped([_row(m, m) for m in (1, 64, 1024, 8192)])
+    _write_user([_row(1, -1)])
+    assert _nearest(1) == {"value": -1}
+    assert [_nearest(m) for m in (64, 1024, 8192)] == [{"value": m} for m in (64, 1024, 8192)]
+
+
+def test_a_users_models_replace_shipped_ones_of_the_same_kind() -> None:
+    kept = {**_model(1, [64, 64], [1.0, 0.0, 0.0]), "group_size": 32}
+    _write_shipped([_model(2, [64, 64], [1.0, 0.0, 0.0]), kept])
+    _write_user([_model(3, [64, 64], [5.0, 0.0, 0.0])])
+    found = tuning.table("toy", "chip")
+    assert [row["config"]["value"] for row in found] == [3, 1]
 
 
 @pytest.mark.parametrize(
@@ -166,7 +182,9 @@ def test_a_close_row_then_models_then_the_nearest_row() -> None:
     assert chosen(1300, legal=lambda config: config["value"] != 3) == 2
     assert chosen(512, rows[:1]) == 1  # no model
     assert chosen(512, legal=lambda config: config["value"] == 1) == 1  # none that is legal
-    assert chosen(64) == chosen(1) == 1  # few rows: bytes, not rounds
+    few = ({**EXACT, **_row(16, 4)}, *rows)
+    assert chosen(64, few) == chosen(1, few) == 4  # few rows: bytes, not rounds
+    assert chosen(64) is chosen(1) is None
     assert chosen(1300, ()) is None
     assert chosen(64, rows[1:]) is None  # models are for many rows
     assert tuning.chosen(rows, {"backend": "other"}, _sized(512), 8) is None
@@ -188,14 +206,17 @@ def test_the_preferred_back_end() -> None:
         _model(2, [64, 64], [5.0, 0.0, 0.0], "fast"),
     )
 
-    def preferred(m: int, *rows):
-        return tuning.preferred(rows, {}, _sized(m), 8)
+    def preferred(m: int, *rows, fits=lambda config: True):
+        legal = {"slow": lambda config: True, "fast": fits}
+        return tuning.preferred(rows, {}, _sized(m), 8, legal)
 
     assert preferred(1024, auto, slow, fast) == "near"
     assert preferred(512, auto, slow, fast) == "fast"
     assert preferred(512, auto, fast) == "near"  # nothing to compare it with
-    assert preferred(64, auto, slow, fast) == "near"
+    assert preferred(64, {**auto, "m": 16}, slow, fast) == "near"
+    assert preferred(64, auto, slow, fast) is None
     assert preferred(512, slow, fast) == "fast"
+    assert preferred(512, slow, fast, fits=lambda config: False) is None  # it cannot run it
     assert preferred(512, fast) is preferred(64, slow, fast) is preferred(64) is None
     strange = {**auto, "config": {"value": 3}}
     assert preferred(1024, strange) is None
@@ -219,6 +240,6 @@ def test_malformed_models_are_passed_over(change) -> None:
     rows = tuning.table("toy", "chip")
     assert len(rows) == 1
     assert tuning.chosen(rows, EXACT, _sized(512), 8) == {"value": 7}
-    assert tuning.preferred(rows, {}, _sized(512), 8) is None
+    assert tuning.preferred(rows, {}, _sized(512), 8, {}) is None
     _write_user([GOOD, _row(1024, 7, **EXACT)])
     assert tuning.chosen(tuning.table("toy", "chip"), EXACT, _sized(512), 8) == {"value": 1}

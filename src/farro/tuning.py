@@ -70,10 +70,28 @@ def _is_model(row: dict[str, Any]) -> bool:
 
 
 def table(operator: str, device: str) -> tuple[dict[str, Any], ...]:
-    """The rows that apply on `device`: the user's, or the shipped ones where there are none."""
+    """The rows that apply on `device`: the user's, then the shipped ones that they do not replace.
+
+    Of rows that are as near the first wins; shipped models go where the user's table has its own.
+    """
     if not device:
         return ()
-    return _read(user_path(operator, device)) or _read(shipped_path(operator, device))
+    return _joined(_read(user_path(operator, device)), _read(shipped_path(operator, device)))
+
+
+def _joined(
+    own: tuple[dict[str, Any], ...], shipped: tuple[dict[str, Any], ...]
+) -> tuple[dict[str, Any], ...]:
+    if not own:
+        return shipped
+    modelled = [_exact(row) for row in own if "model" in row]
+    return (*own, *(row for row in shipped if "model" not in row or _exact(row) not in modelled))
+
+
+def _exact(row: dict[str, Any]) -> dict[str, Any]:
+    """What a row is for, beside sizes."""
+    about = ("m", "n", "k", "us", "config", "tile", "model")
+    return {name: value for name, value in row.items() if name not in about}
 
 
 def nearest(
@@ -100,6 +118,8 @@ def _nearest(
     for row in rows:
         if "model" in row or any(row.get(name) != value for name, value in exact.items()):
             continue
+        if ("m" in sizes and "m" in row) and (sizes["m"] <= FEW_ROWS) != (row["m"] <= FEW_ROWS):
+            continue  # bound by other things
         distance = sum(
             abs(math.log2(max(value, 1) / max(row.get(name, 1), 1)))
             for name, value in sizes.items()
@@ -164,16 +184,20 @@ def preferred(
     exact: Mapping[str, Any],
     sizes: Mapping[str, int],
     multiprocessors: int,
+    legal: Mapping[str, Callable[[dict[str, Any]], bool]],
 ) -> str | None:
-    """The back end that the table finds fastest for a product, or None where it cannot tell."""
+    """The back end that the table finds fastest for a product, or None where it cannot tell.
+
+    `legal` says of each back end which configurations it would take for the problem.
+    """
     near = _nearest(rows, {"backend": "auto", **exact}, sizes, lambda config: True)
     if sizes["m"] > FEW_ROWS and (near is None or near[0] > _CLOSE):
-        backends = sorted({row["backend"] for row in rows if "model" in row})
-        times: dict[str, float] = {
-            backend: found[1]
-            for backend in backends
-            if (found := fastest(rows, {"backend": backend, **exact}, sizes, multiprocessors))
-        }
+        times: dict[str, float] = {}
+        for backend, takes in legal.items():
+            key = {"backend": backend, **exact}
+            found = fastest(rows, key, sizes, multiprocessors, takes)
+            if found is not None:
+                times[backend] = found[1]
         if len(times) > 1:
             return min(times, key=times.__getitem__)
     named = None if near is None else near[1].get("backend")

@@ -151,7 +151,8 @@ def preferences(
         for problem, us in rivals.items():
             sizes = {name: v for name, v in problem if name in ("m", "n", "k")}
             exact = {name: v for name, v in problem if name not in sizes}
-            found = tuning.preferred(table, exact, sizes, multiprocessors)
+            legal = dict.fromkeys(us, lambda config: True)
+            found = tuning.preferred(table, exact, sizes, multiprocessors, legal)
             if found is None or us.get(found, float("inf")) > tolerance * min(us.values()):
                 return False
         return True

@@ -2,8 +2,8 @@
 
 For each problem the kernel's own `configs` are compiled in parallel processes, run and compared bit
 for bit with each other and by value with the truth, timed quickly, and the best few carefully. All
-times go to a log beside the table, from which bench/tables.py makes the table: a run that stops is
-continued by the next one.
+times go to a log in the user's cache, from which bench/tables.py makes the table: a run that stops
+is continued by the next one.
 """
 
 from __future__ import annotations
@@ -48,11 +48,12 @@ class Tuner:
     limit: int = 0  # configurations of a problem, a fair sample of them; 0 for all
     fresh: bool = False
     keep: bool = True  # write the log and the table
+    log: Path = Path()  # of all times; beside the table where not said
     entries: list[dict[str, Any]] = field(default_factory=list)
 
-    @property
-    def log(self) -> Path:
-        return self.table.with_suffix(".log.json")
+    def __post_init__(self) -> None:
+        if self.log == Path():
+            self.log = self.table.with_suffix(".log.json")
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,11 @@ def as_dict(config: Any) -> dict[str, Any]:
 
 def tune(tuner: Tuner, plans: Sequence[Plan]) -> list[dict[str, Any]]:
     """Measure all plans that the log does not hold yet; write the table; give the log's entries."""
+    if tuner.keep and not tuner.fresh and tuner.table.exists() and not tuner.log.exists():
+        raise ValueError(
+            f"{tuner.table} has rows, and the times they came from are not at {tuner.log}: they "
+            "would be lost. Bring that log there, or begin again with --fresh"
+        )
     tuner.entries = [] if tuner.fresh or not tuner.keep else _read_log(tuner.log)
     work = [w for plan in plans for w in _work(tuner, plan)]
     known = [e["problem"] for e in tuner.entries]
@@ -285,6 +291,7 @@ def _write(tuner: Tuner) -> None:
     about = {"date": _today(), "versions": results.versions(), "commit": results.commit()}
     rows = tables.rows(tuner.entries, _multiprocessors(tuner.device))
     tuning.write(tuner.table, tuner.adapter.operator, tuner.slug, rows, about)
+    tuner.log.parent.mkdir(parents=True, exist_ok=True)
     part = tuner.log.with_suffix(".part")
     lines = ",\n".join(json.dumps(entry) for entry in tuner.entries)
     part.write_text(f'{{"about": {json.dumps(about)},\n"entries": [\n{lines}\n]}}\n')

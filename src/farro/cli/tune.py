@@ -82,6 +82,10 @@ def tune_command(
         limit=limit,
         fresh=fresh,
         keep=not dry_run,
+        # never inside the package, where it would be taken for a table and shipped too
+        log=tuning.user_path(operator, slug).with_suffix(
+            ".shipped.log.json" if ship else ".log.json"
+        ),
     )
     entries = tuner.tune(session, list(plans.cases(found, sets, rows, options)))
     summary = _summary(session, entries)

@@ -18,8 +18,10 @@ from ...cuda.launch import Launch, kernel_function
 from ...dispatch import insert
 from ...problem import Problem
 from ...tuning import FEW_ROWS, chosen, preferred, table
+from . import triton
 
 SHARED_LIMIT = 232448  # bytes a CTA may use on SM90
+_SHARED_OF_SM = 233472  # of which each CTA costs 1 KiB more than it uses
 _ALIGNMENT = 1024  # of shared memory, for the 128-byte swizzle
 _SMS = 132
 _LONGEST = 2**31 - 2**10  # a row's index plus a tile stays an int
@@ -95,11 +97,18 @@ def why_not(problem: Problem) -> str | None:
 def yields(problem: Problem) -> str | None:
     """What the tuned table says another back end does faster, "auto" leaves to that one."""
     (m, k), n = problem.spec("a").shape, problem.spec("b").shape[-1]
+    if problem.spec("out").dtype.itemsize != 2:
+        return None  # tables were measured with outputs of 2 bytes; others rule out wide tiles
+    group_size = group_of(problem)
     backend = preferred(
         table("int8_gemm", problem.arch.device),
-        {"group_size": group_of(problem)},
+        {"group_size": group_size},
         {"m": m, "n": n, "k": k},
         problem.arch.multiprocessors,
+        {
+            "cuda": lambda values: _reads(values, group_size, m),
+            "triton": lambda values: triton.is_legal(values, problem),
+        },
     )
     if backend in (None, "cuda"):
         return None
@@ -190,10 +199,7 @@ def config(problem: Problem) -> Config:
     count = problem.arch.multiprocessors
 
     def legal(values: dict[str, Any]) -> bool:
-        try:
-            return is_legal(Config(**values), group_size, m)
-        except TypeError:  # a table of another version
-            return False
+        return _reads(values, group_size, m)
 
     def at_once(values: dict[str, Any]) -> bool:
         return legal(values) and _in_one_round(Config(**values), group_size, m, n, count)
@@ -201,6 +207,14 @@ def config(problem: Problem) -> Config:
     found = chosen(*arguments, count, at_once) if m <= FEW_ROWS else None
     found = found or chosen(*arguments, count, legal)
     return heuristic(m, n, k, group_size) if found is None else Config(**found)
+
+
+def _reads(values: dict[str, Any], group_size: int, m: int) -> bool:
+    """Whether a row of a table is a legal configuration."""
+    try:
+        return is_legal(Config(**values), group_size, m)
+    except TypeError:  # a table of another version
+        return False
 
 
 def _in_one_round(config: Config, group_size: int, m: int, n: int, count: int) -> bool:
@@ -211,7 +225,7 @@ def _in_one_round(config: Config, group_size: int, m: int, n: int, count: int) -
     units = (2 if config.ahead else 1) * max(_DEPTH // group_size, 1)
     registers = 40 + (units + 1) * config.rows // config.consumers // 2
     by_registers = 65536 // (32 * config.warps * registers)
-    by_memory = SHARED_LIMIT // (shared_bytes(config, group_size) + 1024)
+    by_memory = _SHARED_OF_SM // (shared_bytes(config, group_size) + 1024)
     return _tiles(m, n, config.rows, config.columns) <= count * min(by_memory, by_registers)
 
 
@@ -243,7 +257,7 @@ def _small(m: int, n: int, group_size: int) -> Config:
     if tokens == 64 and (group_size < 256 and _tiles(m, n, 64, 64) < _ONE_WAVE):
         tokens = 32  # twice the CTAs: their second read of the weights comes from L2
     resident = max(1, min(3, -(-_tiles(m, n, tokens, 64) // _SMS)))
-    room = SHARED_LIMIT // resident - 1024  # the system takes 1 KiB of each CTA's
+    room = _SHARED_OF_SM // resident - 1024  # the system takes 1 KiB for each CTA
     tries = [
         Config("small", tokens, 64, stages, consumers, ahead)
         for stages in (12, 8, 6, 4)

@@ -44,12 +44,12 @@ struct Layout {
   static_assert(TOKENS * pitch <= scales, "results are staged where the operands were");
 };
 
-// Add a unit's groups, in order, to this thread's totals.
+// Add a unit's groups, in order, to this thread's totals. Groups past the end add +0, which changes no
+// total: none is -0, for all are multiples of the smallest subnormal.
 template <class L, int TOKENS>
 __device__ __forceinline__ void promote(float (&total)[TOKENS / 2],
                                         const int (&partial)[L::unit_groups][TOKENS / 2],
-                                        const float* of_rows, const float* of_tokens,
-                                        int valid_groups) {
+                                        const float* of_rows, const float* of_tokens) {
   constexpr int kGroups = L::unit_groups;
   float low[kGroups], high[kGroups];
 #pragma unroll
@@ -65,8 +65,6 @@ __device__ __forceinline__ void promote(float (&total)[TOKENS / 2],
     float* sum = total + 4 * j;
 #pragma unroll
     for (int g = 0; g < kGroups; ++g) {
-      // A group past the end would turn -0 into +0
-      if (kGroups > 1 && g > 0 && g >= valid_groups) break;
       const int* exact = partial[g] + 4 * j;
       sum[0] = __fmaf_rn(__int2float_rn(exact[0]), __fmul_rn(even[g], low[g]), sum[0]);
       sum[1] = __fmaf_rn(__int2float_rn(exact[1]), __fmul_rn(odd[g], low[g]), sum[1]);
@@ -207,14 +205,14 @@ __global__ void __launch_bounds__(128 * WARPGROUPS + 64)
       }
       wgmma_commit();
     };
-    auto finish = [&](Sums& partial, int unit) {
+    auto finish = [&](Sums& partial) {
 #pragma unroll
       for (int g = 0; g < L::unit_groups; ++g) wgmma_hold(partial[g]);
       const float* scales = reinterpret_cast<const float*>(shared + L::scales) +
                             done.stage * L::scale_floats;
       const float* of_tokens =
           scales + L::unit_groups * (kRows + own_token + 2 * (lane % 4));
-      promote<L, kTokens>(total, partial, scales + row, of_tokens, groups - unit * L::unit_groups);
+      promote<L, kTokens>(total, partial, scales + row, of_tokens);
       __syncwarp();
 #pragma unroll
       for (int block = 0; block < L::unit_blocks; ++block) {
@@ -231,27 +229,27 @@ __global__ void __launch_bounds__(128 * WARPGROUPS + 64)
       for (; unit + 2 < units; unit += 2) {
         multiply(odd);
         wgmma_wait<1>();
-        finish(even, unit);
+        finish(even);
         multiply(even);
         wgmma_wait<1>();
-        finish(odd, unit + 1);
+        finish(odd);
       }
       if (unit + 1 < units) {
         multiply(odd);
         wgmma_wait<1>();
-        finish(even, unit);
+        finish(even);
         wgmma_wait<0>();
-        finish(odd, unit + 1);
+        finish(odd);
       } else {
         wgmma_wait<0>();
-        finish(even, unit);
+        finish(even);
       }
     } else {
       Sums partial;
       for (int unit = 0; unit < units; ++unit) {
         multiply(partial);
         wgmma_wait<0>();
-        finish(partial, unit);
+        finish(partial);
       }
     }
 

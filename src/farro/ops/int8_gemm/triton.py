@@ -57,22 +57,23 @@ def must_run(problem: Problem) -> bool:
     return len(problem.spec("b").shape) == 2 and max(sizes(problem)) <= _LONGEST
 
 
+def is_legal(values: dict[str, Any], problem: Problem) -> bool:
+    """Whether a row of a table is a legal configuration for the problem."""
+    try:
+        return refuses(Config.from_dict(values), problem) is None
+    except TypeError:  # a table of another version
+        return False
+
+
 def config(problem: Problem) -> Config:
     """The tuned table's configuration, else the heuristic's."""
     m, n, k = sizes(problem)
-
-    def legal(values: dict[str, Any]) -> bool:
-        try:
-            return refuses(Config.from_dict(values), problem) is None
-        except TypeError:  # a table of another version
-            return False
-
     found = chosen(
         table("int8_gemm", problem.arch.device),
         {"backend": "triton", "group_size": group_of(problem)},
         {"m": m, "n": n, "k": k},
         problem.arch.multiprocessors,
-        legal,
+        lambda values: is_legal(values, problem),
     )
     return heuristic(problem) if found is None else Config.from_dict(found)
 
