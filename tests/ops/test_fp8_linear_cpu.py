@@ -105,6 +105,20 @@ def test_each_configuration(config, generator):
         assert_close_to_exact(out, exact, magnitude, 2.0**-15, what=f"{m}x{n}x{k}")
 
 
+@pytest.mark.parametrize("config", cpu.variants.values(), ids=cpu.variants)
+def test_a_row_of_nan_stays_alone(config):
+    """A unit that reads past the end of a row meets its neighbour there."""
+    if config.product == "bf16x2" and not cpu.bf16_products_hold():
+        pytest.skip("BF16 products do not add up in FP32 on this CPU")
+    for k in (8, 100, 150, 300):
+        x, weight = (torch.ones(size, k).to(E4M3) for size in (40, 50))
+        x.view(torch.uint8)[8] = 0x7F
+        weight.view(torch.uint8)[17] = 0xFF
+        want = torch.full((40, 50), float(k)).to(BF16)
+        want[8], want[:, 17] = float("nan"), float("nan")
+        assert_bit_equal(forced(config, x, weight), want, f"k={k}")
+
+
 @pytest.mark.parametrize("product", cpu.PRODUCTS)
 def test_blocks_of_every_kind(product, generator, monkeypatch):
     """Small limits, so that a small problem has several blocks of rows, of columns and of K."""
