@@ -1,12 +1,12 @@
-"""Write docs/performance.md (with plots), docs/support.md, and the generated parts of README.md
-and docs/group-size.md.
+"""Write docs/performance.md (with plots), docs/support.md, and the generated parts of README.md,
+docs/group-size.md and docs/qsnr.md.
 
     python docs/generate.py            write them
     python docs/generate.py --check    exit 1 where a committed file differs from that
 
 Everything comes from the catalogue and from benchmarks/results/<device>/*.json: results of
-`farro bench --output`, of `farro tune --output` (searches), of `farro eval --output` (eval.json),
-and validation.json, which is what `farro verify --json` printed on that device.
+`farro bench --output`, of `farro tune --output` (searches), of `farro eval` (eval.json) and `farro
+qsnr` (qsnr.json), and validation.json, which is what `farro verify --json` printed on that device.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "docs")]
 
 import group_size  # noqa: E402
+import noise_study  # noqa: E402
 
 from farro.arch import FEATURE_TEXT, arch_named  # noqa: E402
 from farro.catalogue import OPERATORS  # noqa: E402
@@ -29,6 +30,7 @@ from farro.dispatch import Kernel, Operator  # noqa: E402
 RESULTS = ROOT / "benchmarks" / "results"
 PLOTS = "plots"
 GROUP_PLOT = f"{PLOTS}/group-size.png"
+NOISE_PLOT = f"{PLOTS}/qsnr.png"
 ARCHS = ("cpu", "sm_80", "sm_89", "sm_90", "sm_100", "sm_120")
 # operators of the specification that have no folder yet, with their public functions
 PLANNED = {
@@ -123,10 +125,10 @@ def support() -> str:
     lines = [
         NOTE,
         "# What runs where\n",
-        "*validated*: `farro verify` compared the kernel bit for bit with the reference on such a "
-        "device, and its report is in `benchmarks/results/<device>/validation.json`. *compiles*: "
-        "the test suite compiles it for that architecture, and nobody has run it there yet. *the "
-        "formula*: plain torch operators, what the others are compared with. Empty: "
+        "*validated*: `farro verify` compared the kernel with the reference, or the exact result, "
+        "on such a device, and its report is in `benchmarks/results/<device>/validation.json`. "
+        "*compiles*: the test suite compiles it for that architecture, and nobody has run it there "
+        "yet. *the formula*: plain torch operators, what the others are compared with. Empty: "
         "the architecture lacks what the kernel needs.\n",
         support_table(),
         "\nThe public functions of each operator:\n",
@@ -362,7 +364,11 @@ def texts() -> dict[Path, str]:
     groups = between(groups, "accuracy", group_size.accuracy(devices()))
     groups = between(groups, "speed", group_size.speed(devices()))
     groups = between(groups, "plot", group_size.plot(devices(), GROUP_PLOT))
+    noise = (docs / "qsnr.md").read_text()
+    noise = between(noise, "tables", noise_study.tables(devices()))
+    noise = between(noise, "plot", noise_study.plot(devices(), NOISE_PLOT))
     return {
+        docs / "qsnr.md": noise,
         docs / "performance.md": performance().rstrip("\n") + "\n",
         docs / "support.md": support().rstrip("\n") + "\n",
         docs / "group-size.md": groups,
@@ -378,6 +384,7 @@ def draw() -> None:
             if "rows" in result:
                 draw_result(result, ROOT / "docs" / PLOTS / device.name, prefix=f"{name}-")
     group_size.draw(devices(), ROOT / "docs" / GROUP_PLOT)
+    noise_study.draw(devices(), ROOT / "docs" / NOISE_PLOT)
 
 
 def outdated() -> list[str]:
@@ -393,9 +400,14 @@ def outdated() -> list[str]:
                 path = ROOT / "docs" / PLOTS / device.name / plot
                 if not path.exists():
                     found.append(str(path.relative_to(ROOT)))
-    path = ROOT / "docs" / GROUP_PLOT
-    if not path.exists() and GROUP_PLOT in group_size.plot(devices(), GROUP_PLOT):
-        found.append(str(path.relative_to(ROOT)))
+    shown = (
+        (GROUP_PLOT, group_size.plot(devices(), GROUP_PLOT)),
+        (NOISE_PLOT, noise_study.plot(devices(), NOISE_PLOT)),
+    )
+    for plot, line in shown:
+        path = ROOT / "docs" / plot
+        if not path.exists() and plot in line:
+            found.append(str(path.relative_to(ROOT)))
     return found
 
 

@@ -27,6 +27,12 @@ _NAMES = {
     "dispatch_plan_ragged": "ops.moe_route",
     "moe_finalize": "ops.moe_route",
     "check_routing": "ops.moe_route",
+    "fp8_linear_bf16": "ops.fp8_linear",
+    "fp8_linear_residual_bf16": "ops.fp8_linear",
+    "fp8_linear_bias_bf16": "ops.fp8_linear",
+    "fp8_linear_bias_residual_bf16": "ops.fp8_linear",
+    "fp8_linear_bias_gelu_bf16": "ops.fp8_linear",
+    "select_fp8_linear_tile": "ops.fp8_linear",
     "quantize_": "quantize",
     "explain": "dispatch",
     "is_available": "dispatch",
@@ -47,6 +53,12 @@ if TYPE_CHECKING:
     from .dispatch import is_available as is_available
     from .errors import UnsupportedError as UnsupportedError
     from .ops.fp8_blockwise_linear import fp8_blockwise_linear_bf16 as fp8_blockwise_linear_bf16
+    from .ops.fp8_linear import fp8_linear_bf16 as fp8_linear_bf16
+    from .ops.fp8_linear import fp8_linear_bias_bf16 as fp8_linear_bias_bf16
+    from .ops.fp8_linear import fp8_linear_bias_gelu_bf16 as fp8_linear_bias_gelu_bf16
+    from .ops.fp8_linear import fp8_linear_bias_residual_bf16 as fp8_linear_bias_residual_bf16
+    from .ops.fp8_linear import fp8_linear_residual_bf16 as fp8_linear_residual_bf16
+    from .ops.fp8_linear import select_fp8_linear_tile as select_fp8_linear_tile
     from .ops.fp8_quantize import dequantize_fp8 as dequantize_fp8
     from .ops.fp8_quantize import quantize_fp8_1x128 as quantize_fp8_1x128
     from .ops.fp8_quantize import quantize_fp8_128x128 as quantize_fp8_128x128

@@ -136,10 +136,14 @@ def test_warmup_refuses_what_is_no_shape_or_device() -> None:
 def test_questions_compute_nothing() -> None:
     """They are exempt from having a sample because they answer with plain values."""
     a, b = (torch.empty(5, 64, dtype=torch.int8, device="meta") for _ in range(2))
-    answers = {"get_kernel_config": farro.get_kernel_config(a, b.T, group_size=64)}
+    answers = {
+        "get_kernel_config": farro.get_kernel_config(a, b.T, group_size=64),
+        "select_fp8_linear_tile": farro.select_fp8_linear_tile(5, 5, 64),
+    }
     assert set(answers) == set(QUESTIONS)
     keys = "policy compute_capability backend kernel tile stages warps why"
     assert set(answers["get_kernel_config"]) == set(keys.split())
+    assert isinstance(answers["select_fp8_linear_tile"], str)
 
 
 def test_checks_give_nothing() -> None:

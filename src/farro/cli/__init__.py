@@ -1,4 +1,4 @@
-"""The command line: `farro info|explain|verify|bench|eval|tune`, one module for each command.
+"""The command line: `farro info|explain|verify|bench|eval|qsnr|tune`, one module for each command.
 
 Only the module of the command that is run is imported, so `farro info` needs neither transformers
 nor matplotlib. To add a command: one file with its function, and one line in COMMANDS.
@@ -23,6 +23,7 @@ COMMANDS = {
     "verify": Command("verify:verify_command", "Every kernel that works here against its formula."),
     "bench": Command("bench:bench_command", "Measure an operator against its peers."),
     "eval": Command("eval:eval_command", "Quantize a language model and measure what it costs."),
+    "qsnr": Command("qsnr:qsnr_command", "Compare number formats on a model's values."),
     "tune": Command("tune:tune_command", "Measure the best configurations on this device."),
 }
 

@@ -121,6 +121,27 @@ def _finalize(m: int, n: int | None, k: int, dtype: Any, group_size: int, **keyw
     return explain(moe_finalize, out, fused, dest, weights, **keywords)
 
 
+def _fp8_linear(name: str, m: int, n: int | None, k: int, *_: Any, **keywords: Any) -> Any:
+    import torch
+
+    from .. import explain, fp8
+
+    if n is None:
+        raise ValueError(f"{name} needs --n, the columns of the result")
+    input, weight = (
+        torch.empty(rows, k, dtype=torch.float8_e4m3fn, device="meta") for rows in (m, n)
+    )
+    if "bias" in name:
+        keywords["bias"] = torch.empty(n, dtype=torch.bfloat16, device="meta")
+    if "residual" in name:
+        keywords["residual"] = torch.empty(m, n, dtype=torch.bfloat16, device="meta")
+    return explain(getattr(fp8, name), input, weight, **keywords)
+
+
+_FP8_LINEAR = tuple(
+    f"fp8_linear_{form}bf16" for form in ("", "residual_", "bias_", "bias_residual_", "bias_gelu_")
+)
+
 # public function -> its Explanation for sizes; the operator's name serves as well
 _OPERATORS: dict[str, Callable[..., Any]] = {
     "int8_gemm": _int8_gemm,
@@ -135,6 +156,8 @@ _OPERATORS: dict[str, Callable[..., Any]] = {
     "dispatch_plan": _plan,
     "moe_route": _plan,
     "moe_finalize": _finalize,
+    "fp8_linear": functools.partial(_fp8_linear, "fp8_linear_bf16"),
+    **{name: functools.partial(_fp8_linear, name) for name in _FP8_LINEAR},
 }
 
 

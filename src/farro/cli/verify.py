@@ -1,4 +1,4 @@
-"""farro verify: every kernel that works here against the reference, bit for bit."""
+"""farro verify: every kernel that works here against the reference, or the exact result."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def _report(found: dict[str, Any]) -> list[str]:
         refused = sum(subject["refused"].values())
         lines.append(
             f"{subject['kernel']:<{width}}  {subject['device']:<7} {subject['cases']:>4} cases: "
-            f"{subject['passed']} equal bit for bit, {subject['failed']} failed, {refused} refused"
+            f"{subject['passed']} agree, {subject['failed']} failed, {refused} refused"
         )
         lines += [f"  refused {count}: {why}" for why, count in subject["refused"].items()]
         for failure in subject["failures"][:5]:
@@ -160,7 +160,7 @@ def _report(found: dict[str, Any]) -> list[str]:
     for kernel in found["not_verified"]:
         lines.append(f"not verified: {kernel['kernel']} on {kernel['device']}: {kernel['reason']}")
     failed = sum(subject["failed"] for subject in found["kernels"])
-    lines += ["", f"FAILED: {failed} cases" if failed else "all equal"]
+    lines += ["", f"FAILED: {failed} cases" if failed else "all agree"]
     return lines
 
 
@@ -194,10 +194,11 @@ def verify_command(
     quick: Annotated[bool, typer.Option("--quick", help="One case of each kind.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Compare every kernel that works here with the reference over the edge cases, bit for bit.
+    """Compare every kernel that works here with the reference over the edge cases.
 
-    Sizes, group sizes, views, special values, empty problems; memory beside outputs is watched. The
-    summary is meant for bug reports. Exit code 1 where anything differs.
+    Bit for bit; or, where sums depend on their order, each element within rounding of the exact
+    result. Sizes, group sizes, views, special values, empty problems; memory beside outputs is
+    watched. The summary is meant for bug reports. Exit code 1 where anything differs.
     """
     from ..checks import check_backend
     from .environment import environment

@@ -26,6 +26,7 @@ from .compare import (
     first_mismatch,
 )
 from .fp8_blockwise_linear import BlockwiseCase, blockwise_cases
+from .fp8_linear import LinearCase, exact_linear, linear_cases
 from .fp8_quantize import Fp8QuantizeCase, fp8_quantize_cases
 from .fp8_swiglu_quantize import SwigluCase, swiglu_cases
 from .int8_gemm import GemmCase, int8_gemm_cases
@@ -37,6 +38,7 @@ from .nvfp4_weights import WeightCase, weight_cases
 # operator -> its cases; an operator without a row has none for `farro verify` to run
 CASES: dict[str, Callable[[], Sequence[Case]]] = {
     "fp8_blockwise_linear": blockwise_cases,
+    "fp8_linear": linear_cases,
     "fp8_quantize": fp8_quantize_cases,
     "fp8_swiglu_quantize": swiglu_cases,
     "int8_gemm": int8_gemm_cases,
@@ -59,6 +61,7 @@ __all__ = [
     "GemmCase",
     "Guarded",
     "LAYOUTS",
+    "LinearCase",
     "Mismatch",
     "Outcome",
     "PlanCase",
@@ -69,6 +72,7 @@ __all__ = [
     "assert_close_to_exact",
     "blockwise_cases",
     "difference",
+    "exact_linear",
     "far_from_exact",
     "finalize_cases",
     "first_mismatch",
@@ -77,6 +81,7 @@ __all__ = [
     "int8_gemm_cases",
     "laid_out",
     "plan_cases",
+    "linear_cases",
     "poisoned_memory",
     "quantize_cases",
     "swiglu_cases",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from farro.catalogue import OPERATORS
 
-from . import fp8, fp8_blockwise, int8, moe, nvfp4_weights
+from . import fp8, fp8_blockwise, fp8_linear, int8, moe, nvfp4_weights
 from .sample import Argument, Sample, tensors
 
 __all__ = ["Argument", "CHECKS", "QUESTIONS", "SAMPLES", "Sample", "tensors", "uncovered"]
@@ -16,12 +16,13 @@ SAMPLES = (
     *int8.SAMPLES,
     *fp8.SAMPLES,
     *fp8_blockwise.SAMPLES,
+    *fp8_linear.SAMPLES,
     *moe.SAMPLES,
     *nvfp4_weights.SAMPLES,
 )
 
 # public functions that answer questions about a call and compute nothing
-QUESTIONS = ("get_kernel_config",)
+QUESTIONS = ("get_kernel_config", "select_fp8_linear_tile")
 # public functions that raise or do nothing
 CHECKS = ("check_routing",)
 

@@ -12,7 +12,6 @@ way takes its place: an FP32 product of the codes (every sum is below 2^24) and 
 from __future__ import annotations
 
 import functools
-import threading
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +19,7 @@ import torch
 from ...exact import FMA_TRIPLE, fma32
 from ...formats.int8_group import group_bounds
 from ...problem import Problem
+from ...scratch import keep, take
 
 # Measured on two cores with AVX-512 VNNI, N = K = 4096 (docs/performance-notes.md)
 _ROWS = 1024
@@ -114,30 +114,6 @@ def _readable(matrix: torch.Tensor) -> torch.Tensor:
     return matrix.clone(memory_format=torch.contiguous_format)
 
 
-_THREAD = threading.local()
-_KEPT_ELEMENTS = 1 << 22  # 16 MiB a thread at the most
-
-
-def _take(count: int) -> torch.Tensor:
-    """At least `count` uninitialized floats, kept by the thread from call to call (`_keep`).
-
-    Memory of this size given back goes to the system, and then every call pays for its page
-    faults, up to its own time. It is taken out while in use: a signal handler or a finalizer may
-    call int8_gemm in the middle of a call. Dtype and device are named: a caller may have set
-    other defaults.
-    """
-    kept: torch.Tensor | None = _THREAD.__dict__.pop("memory", None)
-    if kept is not None and kept.numel() >= count:
-        return kept
-    with torch.inference_mode(False):  # to be of use outside of it too
-        return torch.empty(count, dtype=torch.float32, device="cpu")
-
-
-def _keep(memory: torch.Tensor) -> None:
-    if memory.numel() <= _KEPT_ELEMENTS:
-        _THREAD.memory = memory
-
-
 def _sizes(rows: int, columns: int, groups: int) -> list[int]:
     """Elements of a block's buffers: total, partials, scales and, where exact, int32 products."""
     size = rows * columns
@@ -203,7 +179,7 @@ def run(
     scale_a = scale_a.T.contiguous()  # [groups, M]: one row of scales is then one dense vector
     addend = None if bias is None else bias.float()
     # the first block is the largest
-    memory = _take(sum(_sizes(min(m, config.rows), min(n, config.columns), config.groups)))
+    memory = take(sum(_sizes(min(m, config.rows), min(n, config.columns), config.groups)))
     blocks: dict[tuple[int, int], _Block] = {}  # at most four shapes: whole and tail blocks
     for top in range(0, m, config.rows):
         rows = slice(top, min(top + config.rows, m))
@@ -225,4 +201,4 @@ def run(
             if addend is not None:
                 total += addend[columns]
             out[rows, columns] = total
-    _keep(memory)
+    keep(memory)

@@ -1,0 +1,38 @@
+"""The kernels of fp8_linear in order of preference, each with the tiles that can be pinned."""
+
+from __future__ import annotations
+
+from ...dispatch import Kernel, Operator
+from . import cpu
+from .checks import FUNCTIONS
+from .variants import Pinning, Tiles
+
+PINNING = Pinning(
+    (
+        Tiles(
+            Kernel(
+                "fp8_linear.cpu",
+                "cpu",
+                run="ops.fp8_linear.cpu:run",
+                needs=frozenset({"cpu"}),
+                config=cpu.config,
+                must_run=lambda problem: True,
+            ),
+            cpu.variants,
+            cpu.refuses,
+        ),
+        Tiles(
+            Kernel(
+                "fp8_linear.reference",
+                "reference",
+                run="ops.fp8_linear.reference:run",
+                must_run=lambda problem: True,
+            ),
+            {"reference": None},
+        ),
+    )
+)
+KERNELS = PINNING.kernels
+OPERATOR = Operator(
+    "fp8_linear", KERNELS, functions=(*FUNCTIONS.values(), "select_fp8_linear_tile")
+)
