@@ -3,12 +3,28 @@
 from __future__ import annotations
 
 from ...dispatch import Kernel, Operator
-from . import cpu
+from . import cpu, sm90
 from .checks import FUNCTIONS
 from .variants import Pinning, Tiles
 
 PINNING = Pinning(
     (
+        Tiles(
+            Kernel(
+                "fp8_linear.cuda_sm90",
+                "cuda",
+                run="ops.fp8_linear.sm90:run",
+                bind="ops.fp8_linear.sm90:bind",
+                needs=frozenset({"wgmma"}),
+                why_not=sm90.why_not,
+                config=sm90.config,
+                must_run=sm90.must_run,
+                configs=sm90.candidates,
+                yields=sm90.yields,
+            ),
+            sm90.VARIANTS,
+            sm90.refuses,
+        ),
         Tiles(
             Kernel(
                 "fp8_linear.cpu",
