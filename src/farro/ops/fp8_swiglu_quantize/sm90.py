@@ -139,6 +139,15 @@ def config(problem: Problem) -> Config:
     return Config("small", tokens, 8 if tokens < 64 else 6, split)
 
 
+def kernel_name(config: Config) -> tuple[str, str]:
+    """Source file and name expression."""
+    c = config
+    source = f"{_FOLDER}/sm90_{c.policy}.cu"
+    if c.policy == "large":
+        return source, f"fp8_swiglu<{c.rows // 64}, {c.stages}>"
+    return source, f"fp8_swiglu_small<{c.rows}, {c.stages}, {c.split}>"
+
+
 class _Output(ctypes.Structure):
     """`struct Output` of fp8_swiglu.cuh."""
 
@@ -191,18 +200,16 @@ def prepare(
     tokens = tensor_map.encode(x.data_ptr(), m, k, pitches[0], c.rows, 128)
     tiles_m, tiles_n = -(-m // c.rows), -(-n // _COLUMNS)
     if c.policy == "large":
-        name = f"fp8_swiglu<{c.rows // 64}, {c.stages}>"
         groups = _COLUMNS // 16
         rows = tensor_map.encode_groups(weight.data_ptr(), 2 * n, k, pitches[1], groups, 128)
         maps = (tokens, rows)
         count = torch.cuda.get_device_properties(device).multi_processor_count
         grid, threads, cluster = (min(count, tiles_m * tiles_n), 1, 1), 128 + 2 * c.rows, 1
     else:
-        name = f"fp8_swiglu_small<{c.rows}, {c.stages}, {c.split}>"
         maps = (tensor_map.encode(weight.data_ptr(), 2 * n, k, pitches[1], 64, 128), tokens)
         cluster = 2 * c.split
         grid, threads = (tiles_n * cluster, tiles_m, 1), 320
-    function = kernel_function(f"{_FOLDER}/sm90_{c.policy}.cu", name, "sm_90a", device, size)
+    function = kernel_function(*kernel_name(c), "sm_90a", device, size)
     problem = gemm.parameters(
         x, weight, None, raster=c.raster, input_scale=input_scale, weight_scale=weight_scale
     )

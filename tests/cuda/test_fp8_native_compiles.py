@@ -1,0 +1,132 @@
+"""The native FP8 kernels compile with NVRTC alone, to the instructions they promise."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+pytest.importorskip("cuda.core", reason="needs cuda-core: pip install 'farro[cuda]'")
+
+from farro.cuda.fp8 import configs, gemm
+from farro.cuda.fp8.configs import BIAS, GELU, RESIDUAL, Config
+from farro.ops.fp8_swiglu_quantize import sm90 as swiglu
+
+from ..ops.fp8_sm90_forced import EPILOGUES, KINDS, shapes
+from .sass import check_products, compiled, disassembled, flushes, some_held
+
+LARGE_REGISTERS = 168  # at launch: setmaxnreg moves registers only if all 168 * 384 are taken
+SWIGLU = [
+    *(swiglu.Config("large", rows, swiglu._deepest(rows)) for rows in (64, 128)),
+    *(swiglu.Config("small", *sizes) for sizes in ((8, 12, 4), (16, 8, 1), (32, 8, 2), (64, 6, 2))),
+]
+SLOW = SWIGLU[:1] + SWIGLU[3:5]  # of these others are like them
+
+
+def check(config, kind, tmp_path):
+    what = f"{config} {kind}"
+    kernel = compiled(*gemm.kernel_name(config, kind))
+    lines = disassembled(kernel.cubin, tmp_path)
+    large = config.policy == "large"
+    columns, waves = (config.columns, config.rows // 128) if large else (config.rows, 1)
+    unit = 2 if large and not kind.scaled and not kind.fast else 1  # blocks between promotions
+    check_products(kernel, lines, f"QGMMA.64x{columns}x32.F32.E4M3.E4M3", 4 * unit * waves, what)
+    registers, stack = kernel.registers, kernel.stack
+    if large:
+        assert registers == LARGE_REGISTERS, f"{what}: {registers} registers"
+        assert stack <= 64, f"{what}: {stack} bytes of stack (the scale producer has 40 registers)"
+    else:  # as the choice of tiles that are resident together counts them
+        sums = config.rows // 2 * (1 if kind.fast else 3)
+        assert registers <= 40 + sums and stack == 0, f"{what}: {registers} registers, {stack}"
+    if kind.fast or not large or (waves == 1 and columns <= 128):
+        assert some_held(lines), f"{what}: nothing multiplies while sums are added"
+    boxes = [sum(f"UTMALDG.{d}" in line for line in lines) for d in ("2D", "5D")]
+    assert boxes == ([1, 1] if large else [2, 0]), f"{what}: {boxes}"
+    adds = [any(word in line for line in lines) for word in ("FFMA", "LDGSTS")]
+    assert all(adds) or not kind.scaled, f"{what}: no scales"
+    assert not flushes(lines), what
+    across = any("UCGABAR_ARV" in line for line in lines)
+    assert across == (config.cluster > 1), what
+
+
+def check_swiglu(config, tmp_path):
+    kernel = compiled(*swiglu.kernel_name(config))
+    lines = disassembled(kernel.cubin, tmp_path)
+    large, rows = config.policy == "large", config.rows
+    columns, per_turn = (128, 8) if large else (rows, 4)
+    check_products(kernel, lines, f"QGMMA.64x{columns}x32.F32.E4M3.E4M3", per_turn, str(config))
+    registers, stack = kernel.registers, kernel.stack
+    if large:  # a single warpgroup that multiplies takes what it needs
+        assert registers == LARGE_REGISTERS if rows == 128 else registers <= 255, config
+        assert stack <= 64, f"{config}: {stack} bytes of stack"
+    else:
+        assert some_held(lines), f"{config}: nothing multiplies while sums are added"
+        most = max(64, 40 + rows // 2 * 3)
+        assert registers <= most and stack == 0, f"{config}: {registers} registers, {stack}"
+    boxes = [sum(f"UTMALDG.{d}" in line for line in lines) for d in ("2D", "5D")]
+    assert boxes == ([1, 2] if large else [3, 0]), f"{config}: {boxes}"
+    # (IEEE division has a subroutine that flushes what it has scaled before)
+    codes = sum("F2FP.SATFINITE.E4M3" in line for line in lines)  # two each, of a thread's results
+    assert codes == (64 // 2 if large else 4), f"{config}: {codes} conversions to E4M3"
+
+
+# Each tile and cluster once, with an epilogue; all kinds of all are slow
+SPREAD = {
+    "scaled": (
+        (Config("large", 256, 96, 4), BIAS | GELU),
+        (Config("large", 256, 128, 3), 0),
+        (Config("large", 128, 128, 5), BIAS),
+        (Config("small", 16, 64, 8, 2), GELU),
+        (Config("small", 128, 64, 6), BIAS),
+    ),
+    "promoted": (
+        (Config("large", 256, 64, 5), BIAS | RESIDUAL),
+        (Config("large", 128, 96, 6), BIAS),
+        (Config("large", 128, 192, 5), RESIDUAL),
+        (Config("small", 8, 64, 12, 8), BIAS | GELU),
+        (Config("small", 64, 64, 8, 4), RESIDUAL),
+    ),
+    "fast": (
+        (Config("large", 256, 192, 3), BIAS | RESIDUAL),
+        (Config("large", 128, 256, 4), 0),
+        (Config("large", 128, 64, 8), BIAS | GELU),
+        (Config("small", 32, 64, 8), BIAS | RESIDUAL),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_each_kind_and_tile(name, tmp_path):
+    for config, epilogue in SPREAD[name]:
+        check(config, dataclasses.replace(KINDS[name], epilogue=epilogue), tmp_path)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [pytest.param(c, marks=[pytest.mark.slow] if c in SLOW else [], id=str(c)) for c in SWIGLU],
+)
+def test_swiglu(config, tmp_path):
+    check_swiglu(config, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("policy", ("large", "small"))
+@pytest.mark.parametrize("name", KINDS)
+def test_every_tile_and_epilogue(name, policy, tmp_path):
+    for config in shapes(KINDS[name]):
+        for epilogue in EPILOGUES[name]:
+            if config.policy == policy:
+                check(config, dataclasses.replace(KINDS[name], epilogue=epilogue), tmp_path)
+
+
+def test_the_shapes_are_all_there_are():
+    counts = {name: len(shapes(kind)) for name, kind in KINDS.items()}
+    assert counts == {"scaled": 6 + 20, "promoted": 7 + 20, "fast": 9 + 20}
+    every = [c for kind in KINDS.values() for c in shapes(kind)]
+    checked = [c for few in SPREAD.values() for c, _ in few]
+    assert {c.tile for c in checked} == {c.tile for c in every}
+    assert {c.cluster for c in checked} == {c.cluster for c in every}
+    for kind in KINDS.values():  # every legal tile is among them
+        tiles = {(c.policy, c.tile, c.cluster) for c in configs.configs(kind, 1)}
+        assert tiles == {(c.policy, c.tile, c.cluster) for c in shapes(kind)}
