@@ -22,6 +22,7 @@ import torch
 import farro
 from farro.arch import arch_of
 from farro.dispatch import not_installed
+from farro.ops.fp8_quantize import FUNCTIONS
 from farro.ops.int8_gemm import sm90, triton
 from farro.ops.int8_gemm.sm90 import Config
 from farro.problem import Problem
@@ -114,6 +115,19 @@ def through_triton():
         for result, needed in zip(got, want):
             assert_bit_equal(result.cpu(), needed, "quantize_int8_groups")
         runs += 1
+    return runs + fp8_quantizers()
+
+
+def fp8_quantizers():
+    """A whole tensor in one launch and in two, rows in registers and in two passes, blocks."""
+    runs = 0
+    for shape in ((33, 700), (300, 700), (3, 20000)):
+        x = torch.randn(shape).bfloat16()
+        for kind, function in FUNCTIONS.items():
+            want = function(x, backend="reference")
+            for result, needed in zip(function(x.cuda(), backend="triton"), want):
+                assert_bit_equal(result.cpu(), needed, f"quantize_fp8_{kind}")
+            runs += 1
     return runs
 
 

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from ._ops import define, is_plain, ops
 from .arch import Arch
 from .checks import check_backend
-from .dispatch import Operator, remember, select
+from .dispatch import Operator, explained_by, remember, select
 from .problem import Problem
 
+F = TypeVar("F", bound=Callable[..., Any])
 Tensors = Mapping[str, "torch.Tensor | None"]
 
 
@@ -64,6 +66,20 @@ class Functional:
         self._check_types(arguments, backend)
         self.check(*arguments)
         return self.operator, self._problem(arguments, arch), backend
+
+    def explained(self, function: F) -> F:
+        """Decorates the public function, whose parameters have the operator's among them."""
+        signature = inspect.signature(function)
+        arguments = self.schema.partition("(")[2].partition(")")[0].split(", ")
+        names = [argument.split(" ")[-1] for argument in arguments]
+
+        def describe(*args: Any, arch: Arch | None = None, **kwargs: Any) -> Any:
+            bound = signature.bind(*args, **kwargs)
+            bound.apply_defaults()
+            given = bound.arguments
+            return self.describe(*(given[n] for n in names), backend=given["backend"], arch=arch)
+
+        return explained_by(describe)(function)
 
     def _check_types(self, arguments: tuple[Any, ...], backend: str) -> None:
         self.check_types(*arguments)

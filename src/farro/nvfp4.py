@@ -5,6 +5,16 @@ from __future__ import annotations
 from .formats.gate_up import interleave_gate_up_rows
 from .formats.paired_sparsity import LAYOUT_VERSION
 from .ops.moe_route import check_routing, dispatch_plan, dispatch_plan_ragged, moe_finalize
+from .ops.nvfp4_quantize import (
+    dequantize_act,
+    quant_act,
+    quant_rows,
+    scatter_fp4_planned,
+    scatter_quant_act,
+    scatter_quant_act_planned,
+    scatter_quant_act_ragged,
+    silu_mul_quant_act,
+)
 from .ops.nvfp4_weights import (
     compress,
     decompress,
@@ -19,12 +29,20 @@ __all__ = [
     "check_routing",
     "compress",
     "decompress",
+    "dequantize_act",
     "dequantize_weight",
     "dispatch_plan",
     "dispatch_plan_ragged",
     "interleave_gate_up_rows",
     "moe_finalize",
     "prune_paired_4of8",
+    "quant_act",
+    "quant_rows",
     "quantize_weight",
     "requantize_group16",
+    "scatter_fp4_planned",
+    "scatter_quant_act",
+    "scatter_quant_act_planned",
+    "scatter_quant_act_ragged",
+    "silu_mul_quant_act",
 ]

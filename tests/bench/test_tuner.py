@@ -142,3 +142,49 @@ class Dies:
         if name.startswith("__"):
             raise AttributeError(name)
         os._exit(7)
+
+
+def test_variants_are_tuned_and_their_rows_found_by_calls(tmp_path, monkeypatch):
+    """The FP8 quantizers have kinds and no group size; their codes err more than INT8's."""
+    from farro.ops import fp8_quantize
+    from farro.ops.fp8_quantize import cpu as quantizer
+
+    def blocks_of_rows(problem):
+        return [quantizer.Config(rows) for rows in (128, 256)]
+
+    kernels = tuple(
+        dataclasses.replace(k, configs=blocks_of_rows) if k.backend == "cpu" else k
+        for k in fp8_quantize.OPERATOR.kernels
+    )
+    operator = dataclasses.replace(fp8_quantize.OPERATOR, kernels=kernels)
+    monkeypatch.setattr(fp8_quantize, "OPERATOR", operator)
+    found = adapter("fp8_quantize")
+    session = dataclasses.replace(make(tmp_path), adapter=found)
+    options = [Options(CPU, variant=kind) for kind in ("per_tensor", "128x128")]
+    listed = list(plans.cases(found, {"given": ({"k": 160},)}, (300,), options))
+    entries = tuner.tune(session, listed)
+    assert [e["problem"]["variant"] for e in entries] == ["per_tensor", "128x128"]
+    assert all("group_size" not in e["problem"] for e in entries)
+    rows = json.loads(session.table.read_text())["rows"]
+    assert {row["variant"] for row in rows} == {"per_tensor", "128x128"}
+    for entry in entries:
+        exact = {"backend": "cpu", "variant": entry["problem"]["variant"]}
+        assert tuning.nearest(tuple(rows), exact, {"m": 310, "k": 160}) == entry["best"]
+
+
+def test_a_table_s_configuration_is_what_a_quantizer_chooses(monkeypatch):
+    from farro.arch import arch_named
+    from farro.ops.fp8_quantize import triton
+    from farro.problem import Problem
+
+    x = torch.empty(1024, 4096, dtype=torch.bfloat16, device="meta")
+    arch = dataclasses.replace(arch_named("sm_90"), device="some_gpu")
+    problem = Problem.of("fp8_quantize", {"x": x}, {"kind": "1x128"}, arch)
+    chosen = next(c for c in triton.configs(problem) if c != triton.heuristic(problem))
+    row = {"backend": "triton", "variant": "1x128", "m": 1000, "k": 4096}
+    illegal = {**chosen.as_dict(), "width": 64}
+    rows = ({**row, "m": 1024, "config": illegal}, {**row, "config": chosen.as_dict()})
+    monkeypatch.setattr(triton, "table", lambda operator, device: rows)
+    assert triton.config(problem) == chosen
+    other = Problem.of("fp8_quantize", {"x": x}, {"kind": "per_row"}, arch)
+    assert triton.config(other) == triton.heuristic(other)

@@ -98,6 +98,8 @@ def test_scenario_04_zero_strides_are_refused(sample, device, generator) -> None
     inputs = sample.first(generator, device)
     for name, tensor in sample.present(inputs).items():
         for dimension in range(tensor.dim()):
+            if tensor.shape[dimension] == 1:  # there a stride means nothing
+                continue
             expanded = tensor.narrow(dimension, 0, 1).expand(tensor.shape)
             with pytest.raises(ValueError, match=rf"{sample.name}: {name} .*zero stride"):
                 sample.function(**{**inputs, name: expanded})

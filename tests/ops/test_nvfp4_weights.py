@@ -229,7 +229,7 @@ def test_experts_are_taken_some_at_a_time(monkeypatch, generator) -> None:
     w = pruned(generator, 7, 32, 64)
     packed, scales, alpha = nvfp4.quantize_weight(w)
     parts = nvfp4.compress(packed, scales, 64)
-    monkeypatch.setattr(reference, "_ELEMENTS", 32 * 64 * 3)
+    monkeypatch.setattr(reference, "_ELEMENTS", {"cpu": 32 * 64 * 3})
     for result, expected in zip(nvfp4.quantize_weight(w), (packed, scales, alpha)):
         assert_bit_equal(result, expected)
     for result, expected in zip(nvfp4.compress(packed, scales, 64), parts):
@@ -237,6 +237,25 @@ def test_experts_are_taken_some_at_a_time(monkeypatch, generator) -> None:
     packed[6, 31, 28:] = 0x11
     with pytest.raises(ValueError, match="expert 6, row 31, group 7"):
         nvfp4.compress(packed, scales, 64)
+
+
+def test_large_experts_are_taken_some_rows_at_a_time(monkeypatch, generator) -> None:
+    w = pruned(generator, 2, 224, 96)
+    packed, scales, alpha = nvfp4.quantize_weight(w)
+    parts = nvfp4.compress(packed, scales, 96)
+    want = (nvfp4.dequantize_weight(packed, scales, alpha), *nvfp4.decompress(*parts, 96))
+    monkeypatch.setattr(reference, "_ELEMENTS", {"cpu": 64 * 96})
+    assert_bit_equal(nvfp4.prune_paired_4of8(w), w)
+    for result, expected in zip(nvfp4.quantize_weight(w), (packed, scales, alpha)):
+        assert_bit_equal(result, expected)
+    for result, expected in zip(nvfp4.compress(packed, scales, 96), parts):
+        assert_bit_equal(result, expected)
+    got = (nvfp4.dequantize_weight(packed, scales, alpha), *nvfp4.decompress(*parts, 96))
+    for result, expected in zip(got, want):
+        assert_bit_equal(result, expected)
+    packed[1, 200, 4:8] = 0x11
+    with pytest.raises(ValueError, match=r"expert 1, row 200, group 1 \(k 8 to 15\)"):
+        nvfp4.compress(packed, scales, 96)
 
 
 def test_no_other_back_end_pretends(generator) -> None:

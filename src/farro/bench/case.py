@@ -118,7 +118,7 @@ class Adapter:
     rows: Mapping[str, tuple[int, ...]]  # the same names: values of m
     group_sizes: tuple[int, ...] = (256,)
     variants: tuple[str, ...] = ()  # instead of group sizes
-    max_error: float = 2e-2  # of any right result against the truth
+    max_error: float = 1e-2  # of any right result against the truth
     ceiling: Callable[[torch.device], Subject | Missing] | None = None
     ceiling_ops: Callable[[torch.device], int] = lambda device: 0
     summary: str = ""

@@ -31,7 +31,6 @@ from .timing import Budget, GpuTimer, Timer, median, timer
 _CAREFUL = Budget(10.0, 10, 60)
 _FEW = 4  # configurations that are timed carefully
 _HOPELESS = 2.0  # times slower than the best so far after two runs: not timed further
-MAX_ERROR = 1e-2  # of any right result, BF16 outputs and quantizers included
 
 
 @dataclass
@@ -70,7 +69,7 @@ class Work:
     def key(self) -> dict[str, Any]:
         options = self.plan.options
         dtype = str(options.dtype).removeprefix("torch.")
-        about = {"backend": self.kernel.backend, "group_size": options.group_size, "dtype": dtype}
+        about = {"backend": self.kernel.backend, **options.settings, "dtype": dtype}
         return {**about, **self.plan.sizes}
 
 
@@ -173,7 +172,7 @@ def _compile(tuner: Tuner, work: Iterable[Work]) -> set[tuple[Any, ...]]:
 
 def _compiled_key(item: Work, config: Any) -> tuple[Any, ...]:
     options = item.plan.options
-    return item.kernel.backend, options.group_size, options.dtype, config, item.signature
+    return item.kernel.backend, options.text, options.dtype, config, item.signature
 
 
 def _scatter(text: str) -> int:
@@ -196,7 +195,7 @@ def _measure(tuner: Tuner, clock: Timer, item: Work, failed: set[tuple[Any, ...]
             result = _poisoned(case, function, config)
             if anchor is None:
                 error = relative_error(case.value(result), case.truth())
-                if not error < MAX_ERROR:
+                if not error < tuner.adapter.max_error:
                     tuner.say(f"  WRONG, error {error:.1e}: {config}")
                     continue
                 anchor = result
@@ -272,7 +271,7 @@ def _record(tuner: Tuner, item: Work, times: dict[Any, float], few: list[Any]) -
     )
     sizes = " ".join(f"{n.upper()}={v}" for n, v in item.plan.sizes.items())
     tuner.say(
-        f"{item.kernel.backend} {sizes} G{item.plan.options.group_size}: best of {len(times)} "
+        f"{item.kernel.backend} {sizes} {item.plan.options.text}: best of {len(times)} "
         f"{times[winner]:.1f} us{share} {winner}"
     )
 

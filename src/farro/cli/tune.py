@@ -13,7 +13,9 @@ import typer
 
 
 def tune_command(
-    operator: Annotated[str, typer.Argument(help="int8_gemm or int8_quantize")] = "int8_gemm",
+    operator: Annotated[
+        str, typer.Argument(help="int8_gemm, int8_quantize or fp8_quantize")
+    ] = "int8_gemm",
     shapes: Annotated[
         str, typer.Option(help="Named sets (default, heldout) or sizes NxK, comma separated")
     ] = "default",
@@ -21,6 +23,9 @@ def tune_command(
     group_size: Annotated[str, typer.Option(help="Group sizes, comma separated")] = (
         "256,128,64,32"
     ),
+    variant: Annotated[
+        str, typer.Option(help="Forms of an operator that has several, comma separated, or all")
+    ] = "all",
     dtype: Annotated[str, typer.Option(help="Output dtype to tune with")] = "bfloat16",
     backend: Annotated[str, typer.Option(help="all, or back ends: triton,cuda")] = "all",
     device: Annotated[str, typer.Option(help="Device to tune")] = "cuda",
@@ -51,7 +56,7 @@ def tune_command(
     from ..arch import arch_of
     from ..bench import adapter, plans, tuner
     from ..bench.case import Options
-    from .bench import _dtype, _group_size
+    from .bench import _dtype, _options
 
     where = torch.device(device)
     if where.type == "cuda":
@@ -63,9 +68,7 @@ def tune_command(
         torch.cuda.set_device(where)
     found = adapter(operator)
     slug = arch_of(where).device or "cpu"
-    options = [
-        Options(where, _group_size(text), _dtype(dtype), "none") for text in group_size.split(",")
-    ]
+    options = _options(found, Options(where, 256, _dtype(dtype), "none"), group_size, variant)
     sets = plans.parse_shapes(found, shapes)
     rows = None if m is None else plans.parse_rows(m)
     path = tuning.shipped_path if ship else tuning.user_path
@@ -139,11 +142,13 @@ def _summary(session: Any, entries: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _lines(summary: dict[str, Any]) -> list[str]:
+    from ..bench.results import setting
+
     shares: dict[tuple[str, str], list[tuple[float, str]]] = {}
     for row in summary["search"]:
         if row["chosen_us"] is not None:
             sizes = " ".join(f"{n.upper()}={row[n]}" for n in ("m", "n", "k") if n in row)
-            where = f"{sizes} G{row['group_size']}"
+            where = f"{sizes} {setting(row)}"
             share = min(row["best_us"] / row["chosen_us"], 1.0)
             shares.setdefault((row["backend"], row["set"]), []).append((share, where))
     lines = []

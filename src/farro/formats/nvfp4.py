@@ -26,18 +26,25 @@ NO_ROW = 0x38  # the scale (1.0) in slots that belong to no row
 # 448 * 6 / max|W| would overflow for max|W| < 8e-36, and gscale / s before that
 MAX_GLOBAL = 2.0**118
 
-# between neighbours lie these midpoints; the even code takes the midpoint itself
-_MIDPOINTS = ((0.25, False), (0.75, True), (1.25, False), (1.75, True), (2.5, False), (3.5, True))
-_LAST_MIDPOINT = 5.0
-
 
 def encode_e2m1(x: torch.Tensor) -> torch.Tensor:
     """Codes 0..15 in uint8 of FP32 values: nearest even, saturating, -0 and NaN as 0."""
-    magnitude = x.abs()
-    code = (magnitude > _LAST_MIDPOINT).to(torch.uint8)
-    for midpoint, included in _MIDPOINTS:
-        code += magnitude >= midpoint if included else magnitude > midpoint
-    return code | ((x < 0) & (code != 0)).to(torch.uint8) << 3
+    return _encode(x).to(torch.uint8)
+
+
+def _encode(x: torch.Tensor) -> torch.Tensor:
+    """Codes in int32. Load-time quantizers run this on whole models, so it counts its passes.
+
+    2^22 times the power of two below |x|, 1 at least, added to |x|, leaves a last bit that is worth
+    the step of e2m1 there: 1/2 below 2, 1 below 4, then 2. FP32's own rounding does the rest, the
+    low bits count steps, and the exponent tells how many codes lie below.
+    """
+    size = x.abs().clamp_max_(MAX_CODE)
+    power = size.view(torch.int32).clamp_min(0x3F800000).bitwise_and_(0x7F800000)
+    bits = size.add_(power.add_(22 << 23).view(torch.float32)).view(torch.int32)
+    code = (bits >> 22).sub_(298).add_(bits.bitwise_and_(7))
+    code.bitwise_or_((x.view(torch.int32) >> 28).bitwise_and_(8))
+    return code.mul_(x.abs() > 0.25)  # what is nearest to 0, and NaN, whose bits mean nothing here
 
 
 def decode_e2m1(codes: torch.Tensor) -> torch.Tensor:
@@ -50,6 +57,12 @@ def decode_e2m1(codes: torch.Tensor) -> torch.Tensor:
 def pack_codes(codes: torch.Tensor) -> torch.Tensor:
     """uint8 [..., K] of codes -> [..., K/2], lower K in the low nibble."""
     return codes[..., 0::2] | codes[..., 1::2] << 4
+
+
+def _pack32(codes: torch.Tensor) -> torch.Tensor:
+    """pack_codes of contiguous int32 codes, by pairs of them as one 64-bit number."""
+    pairs = codes.view(torch.int64)
+    return ((pairs >> 28) | pairs).to(torch.uint8)
 
 
 def unpack_codes(packed: torch.Tensor) -> torch.Tensor:
@@ -89,8 +102,12 @@ def quantize_blocks(x: torch.Tensor, gscale: torch.Tensor) -> tuple[torch.Tensor
     blocks = split(x.float(), -1, -1, BLOCK)
     scales = block_scales(blocks.abs().amax(-1), gscale)
     ratio = gscale / decode_ue4m3(scales)
-    codes = encode_e2m1(blocks * ratio.unsqueeze(-1))  # a NaN scale makes all of them NaN, so 0
-    return pack_codes(codes.flatten(-2)), scales
+    values = torch.mul(
+        blocks,
+        ratio.unsqueeze(-1),
+        out=torch.empty_like(blocks, memory_format=torch.contiguous_format),
+    )
+    return _pack32(_encode(values)).flatten(-2), scales
 
 
 def dequantize_blocks(packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
@@ -106,7 +123,7 @@ def automatic_global(w: torch.Tensor) -> torch.Tensor:
     """
     if w.numel() == 0:
         return torch.ones(w.shape[0], dtype=torch.float32, device=w.device)
-    largest = w.abs().flatten(1).amax(-1).float()
+    largest = torch.maximum(w.amax((1, 2)), w.amin((1, 2)).neg()).float()  # without a copy of w
     span = torch.full((), MAX_SCALE * MAX_CODE, dtype=torch.float32, device=w.device)
     factor = (span / largest).clamp_max(MAX_GLOBAL)
     return torch.where(largest == 0, 1.0, factor)

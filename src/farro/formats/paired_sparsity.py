@@ -43,7 +43,7 @@ def prune(w: torch.Tensor) -> torch.Tensor:
     """
     pairs = split(w, -1, -1, 4, 2)
     kept = keep_two(_norms(pairs))
-    return torch.where(kept.unsqueeze(-1), pairs, torch.zeros_like(pairs)).flatten(-3)
+    return pairs.masked_fill(kept.logical_not_().unsqueeze(-1), 0).flatten(-3)
 
 
 def _norms(pairs: torch.Tensor) -> torch.Tensor:
@@ -52,18 +52,20 @@ def _norms(pairs: torch.Tensor) -> torch.Tensor:
     if pairs.dtype == torch.float64:  # squares of narrower types stay within float64
         exponent = torch.frexp(wide.abs().amax((-2, -1), keepdim=True)).exponent
         wide = torch.ldexp(wide, -exponent.double())
-    norms = wide.square().sum(-1)
-    return torch.where(norms.isnan(), torch.inf, norms)
+    even, odd = wide.unbind(-1)
+    return (even * even).addcmul_(odd, odd).nan_to_num_(torch.inf, torch.inf)
 
 
 def keep_two(order: torch.Tensor) -> torch.Tensor:
     """Which two of the last dimension's four are the largest, ties to the lower index."""
-    kept = []
-    for i in range(4):
-        earlier = (order[..., :i] >= order[..., i : i + 1]).sum(-1)
-        later = (order[..., i + 1 :] > order[..., i : i + 1]).sum(-1)
-        kept.append(earlier + later < 2)
-    return torch.stack(kept, -1)
+    values = order.movedim(-1, 0).contiguous()
+    before = torch.zeros(values.shape, dtype=torch.uint8, device=order.device)
+    for i in range(3):
+        for j in range(i + 1, 4):
+            first = values[i] >= values[j]
+            before[j] += first
+            before[i] += first.logical_not_()
+    return (before < 2).movedim(0, -1)
 
 
 def _nibble_of_mask(mask: int) -> int:

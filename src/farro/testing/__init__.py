@@ -33,6 +33,13 @@ from .int8_gemm import GemmCase, int8_gemm_cases
 from .int8_quantize import QuantizeCase, quantize_cases
 from .layouts import LAYOUTS, Guarded, guarded, laid_out, poisoned_memory
 from .moe_route import FinalizeCase, PlanCase, finalize_cases, plan_cases
+from .nvfp4_quantize import (
+    ActCase,
+    act_cases,
+    dequantize_cases,
+    scatter_cases,
+    scatter_fp4_cases,
+)
 from .nvfp4_weights import WeightCase, weight_cases
 
 # operator -> its cases; an operator without a row has none for `farro verify` to run
@@ -43,12 +50,17 @@ CASES: dict[str, Callable[[], Sequence[Case]]] = {
     "fp8_swiglu_quantize": swiglu_cases,
     "int8_gemm": int8_gemm_cases,
     "int8_quantize": quantize_cases,
+    "nvfp4_dequantize": dequantize_cases,
+    "nvfp4_quantize": act_cases,
+    "nvfp4_scatter": scatter_cases,
+    "nvfp4_scatter_fp4": scatter_fp4_cases,
     "nvfp4_weights": weight_cases,
     "moe_finalize": finalize_cases,
     "moe_route": plan_cases,
 }
 
 __all__ = [
+    "ActCase",
     "BlockwiseCase",
     "CASES",
     "Call",
@@ -68,9 +80,11 @@ __all__ = [
     "QuantizeCase",
     "SwigluCase",
     "WeightCase",
+    "act_cases",
     "assert_bit_equal",
     "assert_close_to_exact",
     "blockwise_cases",
+    "dequantize_cases",
     "difference",
     "exact_linear",
     "far_from_exact",
@@ -84,6 +98,8 @@ __all__ = [
     "linear_cases",
     "poisoned_memory",
     "quantize_cases",
+    "scatter_cases",
+    "scatter_fp4_cases",
     "swiglu_cases",
     "weight_cases",
 ]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from farro.catalogue import OPERATORS
 
-from . import fp8, fp8_blockwise, fp8_linear, int8, moe, nvfp4_weights
+from . import fp8, fp8_blockwise, fp8_linear, int8, moe, nvfp4_quantize, nvfp4_weights
 from .sample import Argument, Sample, tensors
 
 __all__ = ["Argument", "CHECKS", "QUESTIONS", "SAMPLES", "Sample", "tensors", "uncovered"]
@@ -19,6 +19,7 @@ SAMPLES = (
     *fp8_linear.SAMPLES,
     *moe.SAMPLES,
     *nvfp4_weights.SAMPLES,
+    *nvfp4_quantize.SAMPLES,
 )
 
 # public functions that answer questions about a call and compute nothing

@@ -156,7 +156,7 @@ def config(problem: Problem) -> Config:
 
     found = nearest(
         table("fp8_quantize", problem.arch.device),
-        {"backend": "triton", "kind": problem.param("kind")},
+        {"backend": "triton", "variant": problem.param("kind")},
         {"m": math.prod(shape[:-1]), "k": shape[-1]},
         legal,
     )

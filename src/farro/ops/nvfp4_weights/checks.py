@@ -132,15 +132,15 @@ class Wrong:
     count: int
 
 
-def first_place(wrong: torch.Tensor, first_expert: int, size: int) -> Wrong | None:
-    """The first True of [experts, M, K/size], or None; experts count from `first_expert`."""
+def first_place(wrong: torch.Tensor, part: tuple[slice, slice], size: int) -> Wrong | None:
+    """The first True of [experts, rows, K/size], which are this part of a weight, or None."""
     count = int(wrong.sum())
     if not count:
         return None
     expert, row, group = (int(i) for i in wrong.nonzero()[0])
     where = (
-        f"expert {first_expert + expert}, row {row}, group {group} (k {group * size} to "
-        f"{group * size + size - 1})"
+        f"expert {part[0].start + expert}, row {part[1].start + row}, group {group} (k "
+        f"{group * size} to {group * size + size - 1})"
     )
     return Wrong((expert, row, group), where, count)
 

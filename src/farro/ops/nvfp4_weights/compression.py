@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 from ...checks import check_required, check_size
-from ...dispatch import explained_by
 from ...formats.nvfp4 import BLOCK
 from ...functional import Functional
 from .checks import check_compressed, check_compressible
@@ -40,11 +39,7 @@ _compress = Functional(
 )
 
 
-@explained_by(
-    lambda w_packed, w_blockscale, k, *, backend="auto", arch=None: _compress.describe(
-        w_packed, w_blockscale, k, backend=backend, arch=arch
-    )
-)
+@_compress.explained
 def compress(
     w_packed: torch.Tensor, w_blockscale: torch.Tensor, k: int, *, backend: str = "auto"
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -97,11 +92,7 @@ _decompress = Functional(
 )
 
 
-@explained_by(
-    lambda a_comp, e_meta, sfa, k, *, backend="auto", arch=None: _decompress.describe(
-        a_comp, e_meta, sfa, k, backend=backend, arch=arch
-    )
-)
+@_decompress.explained
 def decompress(
     a_comp: torch.Tensor,
     e_meta: torch.Tensor,

@@ -33,9 +33,7 @@ _prune = Functional(
 )
 
 
-@explained_by(
-    lambda w, *, backend="auto", arch=None: _prune.describe(w, backend=backend, arch=arch)
-)
+@_prune.explained
 def prune_paired_4of8(w: torch.Tensor, *, backend: str = "auto") -> torch.Tensor:
     """Keep two of the four adjacent pairs in each 8 consecutive K: those of larger L2 norm.
 
@@ -279,11 +277,7 @@ _dequantize = Functional(
 )
 
 
-@explained_by(
-    lambda w_packed, w_blockscale, alpha=None, *, backend="auto", arch=None: _dequantize.describe(
-        w_packed, w_blockscale, alpha, backend=backend, arch=arch
-    )
-)
+@_dequantize.explained
 def dequantize_weight(
     w_packed: torch.Tensor,
     w_blockscale: torch.Tensor,

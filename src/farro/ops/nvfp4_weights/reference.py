@@ -12,11 +12,14 @@ import torch
 
 from ...formats import nvfp4, paired_sparsity
 from ...formats.nvfp4 import BLOCK
-from ...formats.paired_sparsity import GROUP, ILLEGAL, PATTERNS
+from ...formats.paired_sparsity import GROUP, ILLEGAL, PATTERNS, ROWS
 from ...formats.shape import split
 from .checks import first_place
 
-_ELEMENTS = 1 << 22  # dense weights at a time: intermediate results take up to 40 bytes for each
+# Dense weights at a time. Intermediate results take up to 40 bytes for each; on a CPU they should
+# stay in cache, and be too small for the allocator to give back each time
+_ELEMENTS = {"cpu": 1 << 16, "cuda": 1 << 24}
+Part = tuple[slice, slice]
 
 
 def run(config: None, function: str, *arguments: Any) -> None:
@@ -32,18 +35,25 @@ def run(config: None, function: str, *arguments: Any) -> None:
     functions[function](*arguments)
 
 
-def _some(count: int, elements: int) -> Iterator[slice]:
-    """Slices of `count` experts of so many dense elements each."""
-    step = max(1, _ELEMENTS // max(elements, 1))
-    for start in range(0, count, step):
-        yield slice(start, min(start + step, count))
+def _parts(like: torch.Tensor, columns: int, whole: bool = False) -> Iterator[Part]:
+    """Slices of [E, M, columns] weights: experts, or row blocks of one where it is larger."""
+    experts, rows = like.shape[:2]
+    limit = _ELEMENTS.get(like.device.type, 1 << 20) // max(columns, 1)
+    step = max(ROWS, limit // ROWS * ROWS)
+    if whole or rows <= step:
+        together = max(1, limit // max(rows, 1))
+        for start in range(0, experts, together):
+            yield slice(start, min(start + together, experts)), slice(0, rows)
+        return
+    for expert in range(experts):
+        for start in range(0, rows, step):
+            yield slice(expert, expert + 1), slice(start, min(start + step, rows))
 
 
 def prune(w: torch.Tensor, out: torch.Tensor) -> None:
-    if w.dim() == 1:
-        out.copy_(paired_sparsity.prune(w))
-        return
-    for part in _some(w.shape[0], w[:1].numel()):
+    if w.dim() != 3:
+        w, out = w.reshape(1, -1, w.shape[-1]), out.view(1, -1, w.shape[-1])
+    for part in _parts(w, w.shape[2]):
         out[part] = paired_sparsity.prune(w[part])
 
 
@@ -56,19 +66,20 @@ def quantize(
     alpha: torch.Tensor,
 ) -> None:
     name = "quantize_weight"
-    given = _given_factors(name, w, global_scale, factor)
-    for part in _some(w.shape[0], w[:1].numel()):
+    g = _given_factors(name, w, global_scale, factor)
+    if g is None:
+        g = nvfp4.automatic_global(w)
+    for part in _parts(w, w.shape[2]):
         own = w[part]
         finite = split(own.float(), -1, -1, BLOCK).isfinite().all(-1)
-        wrong = first_place(~finite, part.start, BLOCK)
+        wrong = first_place(~finite, part, BLOCK)
         if wrong is not None:
             raise ValueError(
                 f"{name}: w holds NaN or Inf (in FP32) in {wrong.count} groups of 32; the first is "
                 f"{wrong.place}: needed finite weights"
             )
-        g = nvfp4.automatic_global(own) if given is None else given[part]
-        packed[part], scales[part] = nvfp4.quantize_blocks(own, g[:, None, None])
-        alpha[part] = g.reciprocal()
+        packed[part], scales[part] = nvfp4.quantize_blocks(own, g[part[0], None, None])
+    alpha.copy_(g.reciprocal())
 
 
 def _given_factors(
@@ -99,9 +110,9 @@ def _check_factors(name: str, argument: str, factors: torch.Tensor) -> None:
 def dequantize(
     packed: torch.Tensor, scales: torch.Tensor, alpha: torch.Tensor | None, out: torch.Tensor
 ) -> None:
-    for part in _some(packed.shape[0], out[:1].numel()):
+    for part in _parts(packed, out.shape[2]):
         values = nvfp4.dequantize_blocks(packed[part], scales[part])
-        out[part] = values if alpha is None else values * alpha[part, None, None]
+        out[part] = values if alpha is None else values * alpha[part[0], None, None]
 
 
 def requantize(
@@ -120,26 +131,27 @@ def requantize(
     given = _given_factors(name, packed, global_scale, factor)
     if alpha is not None:
         _check_factors(name, "alpha", alpha)
-    for part in _some(packed.shape[0], 2 * packed[:1].numel()):
-        _check_scale_bytes(name, scales[part], part.start, 16, 0x7E)
+    for part in _parts(packed, 2 * packed.shape[2], whole=True):
+        _check_scale_bytes(name, scales[part], part, 16, 0x7E)
+        experts = part[0]
         values = split(nvfp4.decode_e2m1(nvfp4.unpack_codes(packed[part])), -1, -1, 16)
         w = (values * nvfp4.decode_ue4m3(scales[part]).unsqueeze(-1)).flatten(-2)
-        w = w if alpha is None else w * alpha[part, None, None]
+        w = w if alpha is None else w * alpha[experts, None, None]
         kept = paired_sparsity.prune(w) if prune else w
-        g = nvfp4.automatic_global(kept) if given is None else given[part]
+        g = nvfp4.automatic_global(kept) if given is None else given[experts]
         codes, own = nvfp4.quantize_blocks(kept, g[:, None, None])
-        new_packed[part], new_scales[part], new_alpha[part] = codes, own, g.reciprocal()
-        restored = nvfp4.dequantize_blocks(codes, own) * new_alpha[part, None, None]
+        new_packed[part], new_scales[part], new_alpha[experts] = codes, own, g.reciprocal()
+        restored = nvfp4.dequantize_blocks(codes, own) * new_alpha[experts, None, None]
         size = w.double().square().sum((1, 2))
         error = (restored.double() - w.double()).square().sum((1, 2))
-        loss[part] = torch.where(size == 0, 0.0, (error / size).sqrt()).float()
+        loss[experts] = torch.where(size == 0, 0.0, (error / size).sqrt()).float()
 
 
 def _check_scale_bytes(
-    name: str, scales: torch.Tensor, first_expert: int, block: int, largest: int = 0x7F
+    name: str, scales: torch.Tensor, part: Part, block: int, largest: int = 0x7F
 ) -> None:
     """UE4M3 has no sign; NaN is the scale of a block that was not finite."""
-    wrong = first_place(scales > largest, first_expert, block)
+    wrong = first_place(scales > largest, part, block)
     if wrong is not None:
         what = "UE4M3, which has no sign" if largest == 0x7F else "UE4M3 without NaN"
         raise ValueError(
@@ -157,11 +169,11 @@ def compress(
     sfa: torch.Tensor,
 ) -> None:
     name = "compress"
-    for part in _some(packed.shape[0], 2 * packed[:1].numel()):
-        _check_scale_bytes(name, scales[part], part.start, BLOCK)
+    for part in _parts(packed, k):
+        _check_scale_bytes(name, scales[part], part, BLOCK)
         own = nvfp4.positive_zeros(packed[part])
         nibbles = paired_sparsity.patterns_of(own)
-        wrong = first_place(nibbles == ILLEGAL, part.start, GROUP)
+        wrong = first_place(nibbles == ILLEGAL, part, GROUP)
         if wrong is not None:
             raise ValueError(
                 f"{name}: more than two of four pairs are not zero in {wrong.count} groups of 8; "
@@ -182,9 +194,10 @@ def decompress(
     scales: torch.Tensor,
 ) -> None:
     legal = torch.tensor(PATTERNS, dtype=torch.uint8, device=a_comp.device)
-    for part in _some(packed.shape[0], 2 * packed[:1].numel()):
+    for part in _parts(packed, k):
+        # the first 64i rows of the compressed tensors are those of the weight
         nibbles = paired_sparsity.unpack_metadata(e_meta[part])
-        wrong = first_place(~torch.isin(nibbles, legal), part.start, GROUP)
+        wrong = first_place(~torch.isin(nibbles, legal), part, GROUP)
         if wrong is not None:
             raise ValueError(
                 f"decompress: e_meta holds {wrong.count} nibbles that are no pattern; the first, "

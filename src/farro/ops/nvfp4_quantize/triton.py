@@ -1,0 +1,375 @@
+"""The quantizers through Triton, on SM80 and newer: one launch each, for any alignment."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from ...formats.nvfp4 import BLOCK
+from ...problem import Problem
+from ...triton_launch import Launcher
+from ...tuning import nearest, table
+from .activation import Gated
+from .checks import source
+
+_INT32 = 0x7FFFFFFF
+_GRID = 65535
+_SPARE = 1 << 26  # a loop's counter passes the end by a step of all programs
+# 32-blocks of one tile, by how many values there are in all
+_TILES = ((64, 1 << 22), (32, 1 << 19), (16, 0))
+
+
+@dataclass(frozen=True)
+class Config:
+    """A program takes tiles of `blocks` 32-blocks of one row; `programs` in all share the rows."""
+
+    blocks: int
+    warps: int
+    programs: int
+    policy: str = "tiles of a row in registers"
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Config:
+        return cls(**values)
+
+
+def _experts(problem: Problem) -> int:
+    """Regions of a launch's second grid dimension."""
+    x = source(problem)
+    if problem.operator == "nvfp4_scatter" and problem.param("by") != "plan":
+        return 1
+    if problem.operator in ("nvfp4_scatter", "nvfp4_scatter_fp4"):
+        return problem.spec("expert_num_tokens").shape[0]
+    if problem.operator == "nvfp4_dequantize" and len(x.shape) == 2:
+        factors = problem["gscale"]
+        return x.shape[0] if factors is not None and math.prod(factors.shape) > 1 else 1
+    return x.shape[0] if len(x.shape) > 2 else 1
+
+
+def _rows(problem: Problem) -> int:
+    """Rows, or routes, that the programs of one region share."""
+    if problem.operator == "nvfp4_scatter" and problem.param("by") == "routes":
+        return problem.spec("flat_tok").shape[0]
+    if problem.operator in ("nvfp4_scatter", "nvfp4_scatter_fp4"):
+        cap = problem.param("cap")
+        assert isinstance(cap, int)
+        return cap
+    return math.prod(source(problem).shape[:-1]) // max(1, _experts(problem))
+
+
+def why_not(problem: Problem) -> str | None:
+    """Why these kernels cannot run the problem, or None."""
+    if _experts(problem) > _GRID:
+        return f"more than {_GRID} experts"
+    for name, spec in problem.tensors:
+        if spec is not None and max(spec.shape, default=0) > _INT32:
+            return f"{name} is longer than {_INT32}"
+    if _rows(problem) * _blocks(problem) > _INT32 - _SPARE:
+        return f"more than {_INT32} blocks of 32 in the rows of one expert, or of all routes"
+    return None
+
+
+def must_run(problem: Problem) -> bool:
+    """Any alignment and count of rows, up to the 4096 experts of the format."""
+    return why_not(problem) is None
+
+
+def _blocks(problem: Problem) -> int:
+    """32-blocks of a row of the result."""
+    columns = source(problem).shape[-1]
+    if problem.operator in ("nvfp4_scatter_fp4", "nvfp4_dequantize"):
+        columns *= 2
+    if problem.operator == "nvfp4_quantize" and problem.param("activation") is not None:
+        columns //= 2
+    return max(1, columns // BLOCK)
+
+
+def _most(problem: Problem) -> int:
+    """Values a thread may hold: float64, as situ takes it, leaves room for few."""
+    if problem.operator != "nvfp4_quantize":
+        return 64
+    how = problem.param("activation")
+    return 8 if isinstance(how, Gated) and how.activation == "situ" else 64
+
+
+def heuristic(problem: Problem) -> Config:
+    """A configuration for any problem, where no table has one."""
+    total = math.prod(source(problem).shape)
+    blocks = next(tile for tile, least in _TILES if total >= least)
+    if problem.arch.name == "cpu":  # the interpreter, which takes its time for each tile
+        return Config(min(64, 1 << (_blocks(problem) - 1).bit_length()), 8, 8)
+    blocks = min(blocks, 1 << (_blocks(problem) - 1).bit_length())
+    return Config(blocks, max(1, blocks // min(16, _most(problem))), 4096)
+
+
+def refuses(config: Config, problem: Problem) -> str | None:
+    """Why this configuration is not legal for the problem, or None."""
+    if any(v < 1 or v & (v - 1) for v in (config.blocks, config.warps)) or config.programs < 1:
+        return "blocks and warps are powers of two, and there is a program at least"
+    held = config.blocks * BLOCK // (32 * config.warps)
+    return f"{held} values a thread would spill" if held > _most(problem) else None
+
+
+def config(problem: Problem) -> Config:
+    """The tuned table's configuration for the nearest problem, else the heuristic's."""
+    shape = source(problem).shape
+
+    def legal(values: dict[str, Any]) -> bool:
+        try:
+            return refuses(Config.from_dict(values), problem) is None
+        except TypeError:  # a table of another version
+            return False
+
+    found = nearest(
+        table(problem.operator, problem.arch.device),
+        {"backend": "triton"},
+        {"m": math.prod(shape[:-1]), "k": shape[-1]},
+        legal,
+    )
+    return heuristic(problem) if found is None else Config.from_dict(found)
+
+
+def configs(problem: Problem) -> list[Config]:
+    """Those that a tuner may time: smaller and larger tiles, fewer and more programs."""
+    found = []
+    for blocks in (8, 16, 32, 64, 128):
+        for warps in (1, 2, 4, 8):
+            if 4 <= blocks // warps <= 64:
+                found += [Config(blocks, warps, programs) for programs in (1024, 4096, 16384)]
+    return [config for config in found if refuses(config, problem) is None]
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch but for addresses.
+
+    `order` tells which of run()'s arguments are the kernel's tensors, which come first; None for an
+    absent one.
+    """
+
+    kernel: Any
+    order: tuple[int | None, ...]
+    numbers: tuple[int, ...]
+    constants: tuple[Any, ...]
+    grid: tuple[int, int, int]
+    options: dict[str, Any]
+
+    def tensors(self, arguments: Sequence[Any]) -> list[torch.Tensor | None]:
+        """Those that the kernel takes, of run()'s arguments."""
+        return [None if place is None else arguments[place] for place in self.order]
+
+    def args(self, *arguments: Any) -> tuple[Any, ...]:
+        """Complete positional arguments, which may be meta tensors."""
+        return (*self.tensors(arguments), *self.numbers, *self.constants)
+
+
+def _launch(
+    config: Config,
+    kernel: Any,
+    order: tuple[int | None, ...],
+    numbers: Sequence[int],
+    constants: Sequence[Any],
+    items: int,
+    regions: int,
+) -> Launch:
+    """Enough programs in each region for its items, or its share of all programs."""
+    grid = (max(1, min(items, -(-config.programs // regions))), regions, 1)
+    # no product may be fused with a sum that the formula rounds apart
+    options = {"num_warps": config.warps, "enable_fp_fusion": False}
+    made = tuple(numbers), (*constants, config.blocks)
+    return Launch(kernel, order, *made, grid, options)
+
+
+# run()'s arguments that are the kernels' tensors: x, rows, routes, weights, gscale, counts, ...
+_DENSE = (0, None, None, None, 1, 2, 4, 5)
+_SCATTER = (0, 1, 2, 3, 4, 5, 8, 9)
+_COPY = (0, 1, 2, 3, 5, 6)
+
+
+def prepare_quantize(
+    config: Config,
+    x: torch.Tensor,
+    gscale: torch.Tensor,
+    expert_num_tokens: torch.Tensor | None,
+    how: Gated | None,
+    b_act: torch.Tensor,
+    sfb: torch.Tensor,
+) -> Launch:
+    from .triton_kernel import quantize_regions
+
+    experts, rows, blocks = sfb.shape
+    gated = how and (how.interleaved, how.activation == "situ", how.beta, how.linear_beta)
+    constants = (False, gscale.shape[0] > 1, gated)
+    numbers = (0, 0, rows, experts, blocks)
+    items = rows * -(-blocks // config.blocks)
+    return _launch(config, quantize_regions, _DENSE, numbers, constants, items, experts)
+
+
+def prepare_scatter(
+    config: Config,
+    a1: torch.Tensor,
+    first: torch.Tensor,
+    second: torch.Tensor,
+    topk_weights: torch.Tensor | None,
+    gscale: torch.Tensor,
+    counts: torch.Tensor,
+    by: str,
+    cap: int,
+    b_act: torch.Tensor,
+    sfb: torch.Tensor,
+) -> Launch:
+    from .triton_kernel import quantize_regions, quantize_routes
+
+    ragged = by == "ragged"
+    experts, blocks = counts.shape[0] - ragged, sfb.shape[-1]
+    tiles, per_expert = -(-blocks // config.blocks), gscale.shape[0] > 1
+    if by == "routes":
+        numbers = (a1.shape[0], first.shape[0], cap, experts, blocks)
+        items = max(first.shape[0] * tiles, experts * -(-cap * blocks // (16 * config.blocks)))
+        return _launch(config, quantize_routes, _SCATTER, numbers, (per_expert,), items, 1)
+    routes = 0 if topk_weights is None else topk_weights.numel()
+    numbers = (a1.shape[0], routes, cap, experts, blocks)
+    regions = 1 if ragged else experts
+    constants = (ragged, per_expert, None)
+    return _launch(config, quantize_regions, _SCATTER, numbers, constants, cap * tiles, regions)
+
+
+def prepare_copy(
+    config: Config,
+    q: torch.Tensor,
+    q_sf: torch.Tensor,
+    src_tok: torch.Tensor,
+    expert_num_tokens: torch.Tensor,
+    cap: int,
+    b_act: torch.Tensor,
+    sfb: torch.Tensor,
+) -> Launch:
+    from .triton_kernel import copy_rows
+
+    experts, rows, blocks = sfb.shape
+    items = rows * -(-blocks // config.blocks)
+    numbers = (q.shape[0], rows, blocks)
+    return _launch(config, copy_rows, _COPY, numbers, (), items, experts)
+
+
+def prepare_dequantize(
+    config: Config,
+    b_act: torch.Tensor,
+    sfb: torch.Tensor,
+    gscale: torch.Tensor | None,
+    out: torch.Tensor,
+) -> Launch:
+    from .triton_kernel import dequantize_rows
+
+    regions = b_act.shape[0] if b_act.dim() > 2 else 1
+    per_region = gscale is not None and gscale.numel() > 1
+    if per_region and b_act.dim() == 2:  # a row is a region
+        regions = b_act.shape[0]
+    blocks = sfb.shape[-1]
+    rows = sfb.numel() // (regions * blocks)
+    items = rows * -(-blocks // config.blocks)
+    order = (0, 1, 2, 3)
+    return _launch(config, dequantize_rows, order, (rows, blocks), (per_region,), items, regions)
+
+
+class _Bound:
+    """run() for calls of one Problem: all but addresses is worked out once for each device."""
+
+    def __init__(self, config: Config, prepare: Callable[..., Launch]) -> None:
+        self.config, self.prepare = config, prepare
+        self.launchers: dict[int | None, tuple[Launcher, Launch]] = {}
+
+    def __call__(self, *arguments: Any) -> None:
+        index = arguments[0].device.index
+        if index not in self.launchers:
+            self.launchers[index] = self._bind(index, arguments)
+        launcher, launch = self.launchers[index]
+        launcher(*launch.tensors(arguments))
+
+    def _bind(self, index: int | None, arguments: tuple[Any, ...]) -> tuple[Launcher, Launch]:
+        launch = self.prepare(self.config, *arguments)
+        tensors = launch.tensors(arguments)
+        key = (
+            *(launch.kernel, index, launch.constants, self.config.warps),
+            tuple(t is not None and (t.dtype, t.data_ptr() % 16 == 0) for t in tensors),
+        )
+        rest = (*launch.numbers, *launch.constants)
+        absent = (None,) * len(tensors)
+        made = Launcher(launch.kernel, key, index, launch.grid, rest, launch.options, absent)
+        return made, launch
+
+
+def bind_quantize(config: Config) -> Callable[..., None]:
+    """quantize() with its configuration, for calls alike in all but their tensors' addresses."""
+    return _Bound(config, prepare_quantize)
+
+
+def bind_scatter(config: Config) -> Callable[..., None]:
+    return _Bound(config, prepare_scatter)
+
+
+def bind_copy(config: Config) -> Callable[..., None]:
+    return _Bound(config, prepare_copy)
+
+
+def bind_dequantize(config: Config) -> Callable[..., None]:
+    return _Bound(config, prepare_dequantize)
+
+
+def quantize(
+    config: Config,
+    x: torch.Tensor,
+    gscale: torch.Tensor,
+    expert_num_tokens: torch.Tensor | None,
+    how: Gated | None,
+    b_act: torch.Tensor,
+    sfb: torch.Tensor,
+) -> None:
+    bind_quantize(config)(x, gscale, expert_num_tokens, how, b_act, sfb)
+
+
+def scatter(
+    config: Config,
+    a1: torch.Tensor,
+    first: torch.Tensor,
+    second: torch.Tensor,
+    topk_weights: torch.Tensor | None,
+    gscale: torch.Tensor,
+    counts: torch.Tensor,
+    by: str,
+    cap: int,
+    b_act: torch.Tensor,
+    sfb: torch.Tensor,
+) -> None:
+    given = (a1, first, second, topk_weights, gscale, counts, by, cap, b_act, sfb)
+    bind_scatter(config)(*given)
+
+
+def copy(
+    config: Config,
+    q: torch.Tensor,
+    q_sf: torch.Tensor,
+    src_tok: torch.Tensor,
+    expert_num_tokens: torch.Tensor,
+    cap: int,
+    b_act: torch.Tensor,
+    sfb: torch.Tensor,
+) -> None:
+    bind_copy(config)(q, q_sf, src_tok, expert_num_tokens, cap, b_act, sfb)
+
+
+def dequantize(
+    config: Config,
+    b_act: torch.Tensor,
+    sfb: torch.Tensor,
+    gscale: torch.Tensor | None,
+    out: torch.Tensor,
+) -> None:
+    bind_dequantize(config)(b_act, sfb, gscale, out)

@@ -1,0 +1,71 @@
+"""The Triton quantizers of NVFP4 activations in the interpreter, byte for byte."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from farro import nvfp4
+from farro.arch import interpreting
+from farro.catalogue import operator_named
+from farro.ops.nvfp4_quantize import triton
+from farro.ops.nvfp4_quantize.triton import Config
+from farro.testing import CASES, assert_bit_equal
+
+from . import fused
+
+pytestmark = [
+    pytest.mark.skipif(not interpreting(), reason="run by run_again"),
+    pytest.mark.skipif(not fused(), reason="this interpreter's tl.fma rounds twice"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # NumPy's, on Inf * 0
+]
+OPERATORS = ("nvfp4_quantize", "nvfp4_scatter", "nvfp4_scatter_fp4", "nvfp4_dequantize")
+# those that `farro verify --quick` runs; a GPU runs all of them
+FEW = [(name, case) for name in OPERATORS for case in CASES[name]() if case.quick and case.e <= 5]
+
+
+def check(operator: str, case, generator: torch.Generator) -> None:
+    kernel = next(k for k in operator_named(operator).kernels if k.backend == "triton")
+    seed = int(torch.randint(2**31, (1,), generator=generator))
+    outcome = case.build(seed=seed).check(kernel)
+    assert outcome.status == "ok", outcome.detail
+
+
+@pytest.mark.parametrize("operator, case", FEW, ids=str)
+def test_cases(operator, case, generator):
+    check(operator, case, generator)
+
+
+@pytest.mark.parametrize("config", [Config(2, 1, 1), Config(8, 2, 50)], ids=str)
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_any_configuration(operator, config, generator):
+    """Tiles that end within a row, one program for all, more programs than there is work."""
+    kernel = next(k for k in operator_named(operator).kernels if k.backend == "triton")
+    object.__setattr__(kernel, "config", lambda problem: config)
+    try:
+        functions = dict.fromkeys(case.function for case in CASES[operator]())
+        for function in functions:
+            case = next(c for c in CASES[operator]() if c.function == function)
+            changed = dataclasses.replace(case, name=f"{function} {config}", k=160, weights=True)
+            check(operator, changed, generator)
+    finally:
+        object.__setattr__(kernel, "config", triton.config)
+
+
+def test_every_value_through_silu_and_the_quantizer(generator):
+    """All 65536 values as gates, and as activations, in one tile after another."""
+    bits = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
+    every = bits.view(torch.bfloat16).view(1, 32, 2048)
+    up = torch.randn(every.shape, generator=generator).bfloat16()
+    x2, one = torch.cat((every, up), -1), torch.tensor([0.37])
+    counts = torch.tensor([32], dtype=torch.int32)
+    got = nvfp4.silu_mul_quant_act(x2, one, counts, 0, backend="triton")
+    want = nvfp4.silu_mul_quant_act(x2, one, counts, 0, backend="reference")
+    for result, expected in zip(got, want):
+        assert_bit_equal(result, expected)
+    shuffled = every.flatten()[torch.randperm(65536, generator=generator)].view(32, 2048)
+    got = nvfp4.quant_rows(shuffled, one, backend="triton")
+    for result, expected in zip(got, nvfp4.quant_rows(shuffled, one, backend="reference")):
+        assert_bit_equal(result, expected)
