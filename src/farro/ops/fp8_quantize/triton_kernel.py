@@ -8,10 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-FLOOR = tl.constexpr(1e-12)
-INF = tl.constexpr(0x7F800000)
-QUIET_NAN = tl.constexpr(0x7FC00000)
-NAN_CODE = tl.constexpr(0x7F)
+from ...formats.fp8_triton import INF, encode, inverse_of, magnitude, scale_of
 
 
 @triton.jit
@@ -24,43 +21,6 @@ def _row_offsets(rows, size1, size2, stride0, stride1, stride2, DIMS: tl.constex
     upper = rows // size2
     offsets = (upper // size1).to(tl.int64) * stride0 + (upper % size1).to(tl.int64) * stride1
     return offsets + (rows % size2).to(tl.int64) * stride2
-
-
-@triton.jit
-def _magnitude(value):
-    """The bits of |value| order as integers do, NaN above Inf: a float maximum drops NaN."""
-    return value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-
-
-@triton.jit
-def _scale(largest):
-    """max(largest / 448, 1e-12) of the bits of a magnitude; NaN as 0x7fc00000."""
-    s = tl.div_rn(largest.to(tl.float32, bitcast=True), 448.0)
-    s = tl.where(s < FLOOR, FLOOR, s)
-    bits = tl.where(largest > INF, QUIET_NAN, s.to(tl.int32, bitcast=True))
-    return bits.to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _inverse(scale, finite):
-    """1 / scale, NaN where that is not finite."""
-    one = tl.full(scale.shape, 1.0, tl.float32)
-    return tl.where(finite, tl.div_rn(one, scale), float("nan"))
-
-
-@triton.jit
-def _encode(value, finite, CONVERT: tl.constexpr):
-    """value, at most 448 (1 + 2^-22), to the nearest E4M3, half to even, as bytes."""
-    if CONVERT:
-        return value.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-    bits = value.to(tl.int32, bitcast=True)
-    size = bits & 0x7FFFFFFF
-    # 20 bits of the significand are rounded away, and the exponent's bias goes from 127 to 7
-    normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - (120 << 3)
-    # below 2^-6 codes count 2^-9, which is the last place of 2^14
-    small = (tl.abs(value) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
-    code = tl.where(size < 0x3C800000, small, normal) | ((bits >> 24) & 0x80)
-    return tl.where(finite, code, NAN_CODE).to(tl.uint8)
 
 
 @triton.jit(do_not_specialize=["m", "size1", "size2"])
@@ -102,13 +62,13 @@ def quantize_groups(
     offsets = row_offsets[:, None, None] + (depth.to(tl.int64) * stride_k)[None, :, :]
     value = tl.load(x + offsets, mask=inside, other=0.0).to(tl.float32)
 
-    largest = tl.max(_magnitude(value), axis=2)
+    largest = tl.max(magnitude(value), axis=2)
     if TALL:
         largest = tl.max(largest, axis=0)[None, :]
-    s = _scale(largest)
+    s = scale_of(largest)
     finite = largest < INF
-    inverse = _inverse(s, finite)
-    code = _encode(value * inverse[:, :, None], finite[:, :, None], CONVERT)
+    inverse = inverse_of(s, finite)
+    code = encode(value * inverse[:, :, None], finite[:, :, None], CONVERT)
 
     places = rows.to(tl.int64)[:, None, None] * k + depth[None, :, :]
     tl.store(q + places, code, mask=inside)
@@ -145,17 +105,17 @@ def quantize_long_rows(
     for first in range(0, k, WIDTH):
         depth = first + column
         value = tl.load(start + depth.to(tl.int64) * stride_k, mask=depth < k, other=0.0)
-        largest = tl.maximum(largest, _magnitude(value.to(tl.float32)))
+        largest = tl.maximum(largest, magnitude(value.to(tl.float32)))
     most = tl.max(largest, axis=0) + tl.zeros([1], tl.int32)
-    s = _scale(most)
+    s = scale_of(most)
     finite = most < INF
-    inverse = _inverse(s, finite)
+    inverse = inverse_of(s, finite)
     tl.store(scale + row.to(tl.int64) + tl.arange(0, 1), s)
     to = q + row.to(tl.int64) * k
     for first in range(0, k, WIDTH):
         depth = first + column
         value = tl.load(start + depth.to(tl.int64) * stride_k, mask=depth < k, other=0.0)
-        code = _encode(value.to(tl.float32) * inverse, finite, CONVERT)
+        code = encode(value.to(tl.float32) * inverse, finite, CONVERT)
         tl.store(to + depth, code, mask=depth < k)
 
 
@@ -193,7 +153,7 @@ def largest_of_tensor(
         row_offsets = _row_offsets(rows, size1, size2, stride0, stride1, stride2, DIMS)
         offsets = row_offsets[:, None] + (depth.to(tl.int64) * stride_k)[None, :]
         value = tl.load(x + offsets, mask=inside, other=0.0).to(tl.float32)
-        largest = tl.maximum(largest, _magnitude(value))
+        largest = tl.maximum(largest, magnitude(value))
     tl.store(partial + tl.program_id(0), tl.max(tl.max(largest, axis=1), axis=0))
 
 
@@ -227,9 +187,9 @@ def quantize_tensor(
     value = tl.load(x + offsets, mask=inside, other=0.0).to(tl.float32)
     parts = tl.load(partial + tl.arange(0, PROGRAMS))
     largest = tl.max(parts, axis=0) + tl.zeros([1], tl.int32)
-    s = _scale(largest)
+    s = scale_of(largest)
     finite = largest < INF
-    code = _encode(value * _inverse(s, finite)[:, None], finite[:, None], CONVERT)
+    code = encode(value * inverse_of(s, finite)[:, None], finite[:, None], CONVERT)
     tl.store(q + rows.to(tl.int64)[:, None] * k + depth[None, :], code, mask=inside)
     if number == 0:
         tl.store(scale + tl.arange(0, 1), s)

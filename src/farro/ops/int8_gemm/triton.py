@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from ...dispatch import remember
 from ...problem import Problem, TensorSpec
-from ...triton_launch import Launcher, leading_stride, specialization
+from ...triton_gemm import LONGEST, Bound, Launch, describe, run_bound
 from ...tuning import chosen, table
 from .triton_configs import (
     Config,
@@ -40,21 +38,20 @@ __all__ = [
     "run",
     "why_not",
 ]
-_LONGEST = 2**31 - 2**10  # an index rounded up to whole tiles or loop steps stays an int32
 
 
 def why_not(problem: Problem) -> str | None:
     """Why these kernels cannot run the problem, or None."""
     if len(problem.spec("b").shape) == 3:
         return "b is group-packed for the CPU; pass the logical [K, N] weight"
-    if max(sizes(problem)) > _LONGEST:
-        return f"a dimension is longer than {_LONGEST}"
+    if max(sizes(problem)) > LONGEST:
+        return f"a dimension is longer than {LONGEST}"
     return None
 
 
 def must_run(problem: Problem) -> bool:
     """Any strides, alignment, M, N, K, group, bias and out."""
-    return len(problem.spec("b").shape) == 2 and max(sizes(problem)) <= _LONGEST
+    return len(problem.spec("b").shape) == 2 and max(sizes(problem)) <= LONGEST
 
 
 def is_legal(values: dict[str, Any], problem: Problem) -> bool:
@@ -76,31 +73,6 @@ def config(problem: Problem) -> Config:
         lambda values: is_legal(values, problem),
     )
     return heuristic(problem) if found is None else Config.from_dict(found)
-
-
-@dataclass(frozen=True)
-class Launch:
-    """One launch but for the addresses.
-
-    `order` tells which of run()'s six tensors the kernel takes, -1 for an absent one;
-    `descriptors` makes a tensor descriptor of those that are not passed by pointer.
-    """
-
-    kernel: Any
-    order: tuple[int, ...]
-    descriptors: tuple[Callable[[torch.Tensor], Any] | None, ...]
-    numbers: tuple[int, ...]
-    constants: tuple[Any, ...]
-    grid: tuple[int, int, int]
-    options: dict[str, Any]
-
-    def args(self, *tensors: torch.Tensor | None) -> tuple[Any, ...]:
-        """Complete positional arguments, for run()'s six tensors; they may be meta tensors."""
-        made: list[Any] = []
-        for index, make in zip(self.order, self.descriptors):
-            tensor = tensors[index] if index >= 0 else None
-            made.append(tensor if make is None or tensor is None else make(tensor))
-        return (*made, *self.numbers, *self.constants)
 
 
 def prepare(
@@ -150,10 +122,12 @@ def prepare(
         kernels = triton_kernel.gemm_descriptors, triton_kernel.gemm_descriptors_swapped
         numbers = (rows, columns, k, *strides)
         constants = (*common, config.stages, config.family == "specialized", bias_axis)
-        sides = _sides(_describe, config.swap, config.block_m, config.block_n, block_k)
+        sides = _sides(describe, config.swap, config.block_m, config.block_n, block_k)
         descriptors = (*sides, *(None,) * 4)
     options = {"num_warps": config.warps, "num_stages": config.stages, "enable_fp_fusion": False}
-    return Launch(kernels[config.swap], order, descriptors, numbers, constants, grid, options)
+    rows_at = 1 if config.swap else 0
+    kernel = kernels[config.swap]
+    return Launch(kernel, order, descriptors, numbers, rows_at, constants, grid, options)
 
 
 def _prepare_ring(
@@ -189,7 +163,8 @@ def _prepare_ring(
     if o.is_cuda:
         grid = (min(grid[0], resident * _multiprocessors(o.device.index)), 1, 1)
     kernel = (triton_hopper.gemm_ring, triton_hopper.gemm_ring_swapped)[config.swap]
-    return Launch(kernel, order, descriptors, numbers, constants, grid, options)
+    rows_at = 1 if config.swap else 0
+    return Launch(kernel, order, descriptors, numbers, rows_at, constants, grid, options)
 
 
 def _sides(
@@ -208,64 +183,12 @@ def _multiprocessors(index: int) -> int:
     return count
 
 
-def _describe(tensor: torch.Tensor, transpose: bool, rows: int, columns: int) -> Any:
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
-    matrix = tensor.T if transpose else tensor
-    strides = [leading_stride(matrix), 1]
-    return TensorDescriptor(matrix, list(matrix.shape), strides, [rows, columns])
-
-
-class _Bound:
-    """run() for calls of one Problem: all but addresses is worked out once for each device."""
-
-    def __init__(self, config: Config) -> None:
-        self.config = config
-        self.launchers: dict[int | None, tuple[Launcher, tuple[int, ...]]] = {}
-
-    def __call__(
-        self,
-        a: torch.Tensor,
-        b: torch.Tensor,
-        scale_a: torch.Tensor,
-        scale_b: torch.Tensor,
-        bias: torch.Tensor | None,
-        out: torch.Tensor,
-        group_size: int,
-    ) -> None:
-        tensors = (a, b, scale_a, scale_b, bias, out)
-        found = self.launchers.get(out.device.index)
-        if found is None:
-            call = prepare(self.config, *tensors, group_size)
-            found = self.launchers[out.device.index] = (_launcher(call, tensors), call.order)
-        launcher, order = found
-        launcher(*[tensors[i] if i >= 0 else None for i in order])
-
-
-def _launcher(call: Launch, tensors: tuple[torch.Tensor | None, ...]) -> Launcher:
-    out = tensors[-1]
-    assert out is not None
-    swapped = call.order[0] == 1
-    key = (
-        call.kernel,
-        out.device.index,
-        call.constants,
-        tuple(call.options.items()),
-        tuple(None if t is None else (t.dtype, t.data_ptr() % 16 == 0) for t in tensors),
-        specialization(call.numbers[0 if swapped else 1]),  # the number of tokens never
-        tuple(map(specialization, call.numbers[2:])),
-    )
-    rest = (*call.numbers, *call.constants)
-    device = out.device.index
-    return Launcher(call.kernel, key, device, call.grid, rest, call.options, call.descriptors)
-
-
 def bind(config: Config) -> Callable[..., None]:
     """run() with its configuration, for calls alike in all but their tensors' addresses."""
-    return _Bound(config)
+    return Bound(prepare, config, 6)
 
 
-_BOUND: dict[Any, Callable[..., None]] = {}
+_BOUNDS: dict[Any, Callable[..., None]] = {}
 
 
 def run(
@@ -279,12 +202,6 @@ def run(
     group_size: int,
 ) -> None:
     """Write int8_gemm's result to `out`, launched on the current stream of its device."""
-    if out.numel() == 0:
-        return
-    tensors = (a, b, scale_a, scale_b, bias, out)
-    key = (config, group_size, *(None if t is None else TensorSpec.of(t) for t in tensors))
-    bound = _BOUND.get(key)
-    if bound is None:
-        bound = bind(config)
-        remember(_BOUND, key, bound)
-    bound(*tensors, group_size)
+    if out.numel():
+        tensors = (a, b, scale_a, scale_b, bias, out)
+        run_bound(_BOUNDS, prepare, config, tensors, group_size)

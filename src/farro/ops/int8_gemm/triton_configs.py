@@ -9,10 +9,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ...problem import Problem, TensorSpec
+from ...triton_gemm import indescribable, shared_limit
 
-# KiB of shared memory that one block may have; where an architecture has no row, what all have
-_SHARED = {"sm_80": 163, "sm_87": 163, "sm_90": 227, "sm_100": 227, "sm_103": 227}
-_SHARED_KIB = 99
 _ACCUMULATORS = 160  # 32-bit registers a thread for INT32 partials and FP32 totals
 FAMILIES = ("pointers", "descriptors", "specialized", "ring")
 
@@ -78,22 +76,6 @@ def ceil_div(value: int, by: int) -> int:
     return -(-value // by)
 
 
-def indescribable(spec: TensorSpec, along: int) -> str | None:
-    """Why there is no tensor descriptor of this matrix with `along` as its inner dimension."""
-    other, size = 1 - along, spec.dtype.itemsize
-    if min(spec.shape) == 0:
-        return "it is empty"
-    if spec.align < 16:
-        return "its pointer is not 16-byte aligned"
-    if spec.stride[along] != 1 and spec.shape[along] > 1:
-        return f"dimension {along} is not contiguous"
-    if spec.stride[other] * size % 16 and spec.shape[other] > 1:
-        return f"its leading stride {spec.stride[other]} is no multiple of {16 // size}"
-    if spec.stride[other] < spec.shape[along] and spec.shape[other] > 1:
-        return "its rows overlap"
-    return None
-
-
 def ring_scales(config: Config, scale_a: TensorSpec, scale_b: TensorSpec) -> bool:
     """Whether the ring carries the column scales; else they go through registers."""
     if config.swap:
@@ -123,7 +105,7 @@ def shared_bytes(config: Config, problem: Problem) -> int:
 
 def _refuse_shared(config: Config, problem: Problem) -> str | None:
     need = shared_bytes(config, problem)
-    limit = _SHARED.get(problem.arch.name, _SHARED_KIB) * 1024
+    limit = shared_limit(problem)
     return f"{need} bytes of shared memory, the limit is {limit}" if need > limit else None
 
 

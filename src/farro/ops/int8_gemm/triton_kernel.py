@@ -11,18 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-
-@triton.jit
-def _tile(m, n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr):
-    """Tile coordinates of this program; GROUP_M row tiles share their columns while in L2."""
-    pid = tl.program_id(0)
-    tiles_m = tl.cdiv(m, BLOCK_M)
-    tiles_n = tl.cdiv(n, BLOCK_N)
-    per_band = GROUP_M * tiles_n
-    first = (pid // per_band) * GROUP_M
-    height = min(tiles_m - first, GROUP_M)
-    within = pid % per_band
-    return first + within % height, within // height
+from ...triton_tiles import banded_tile
 
 
 @triton.jit
@@ -88,7 +77,7 @@ def _gemm_pointers(
 
     EVEN_K promises that k is a multiple of an iteration's UNROLL * GROUP.
     """
-    tile_m, tile_n = _tile(m, n, BLOCK_M, BLOCK_N, GROUP_M)
+    tile_m, tile_n = banded_tile(m, n, BLOCK_M, BLOCK_N, GROUP_M)
     rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
     columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     depth = tl.arange(0, BLOCK_K)
@@ -167,7 +156,7 @@ def _gemm_descriptors(
 
     SPECIALIZE: one warp loads for two groups of warps that multiply (needs 4 warps).
     """
-    tile_m, tile_n = _tile(m, n, BLOCK_M, BLOCK_N, GROUP_M)
+    tile_m, tile_n = banded_tile(m, n, BLOCK_M, BLOCK_N, GROUP_M)
     # min() keeps these apart from `rows` for the compiler: Triton 3.6 moves the second half of a
     # specialized tile by offsetting the descriptor's coordinate, and a shared one moves twice
     top = min(tile_m * BLOCK_M, m)

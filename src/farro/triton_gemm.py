@@ -1,0 +1,135 @@
+"""What the Triton products of several operators share on the host: launches, descriptors, limits.
+
+Triton is imported by the first call, never by the choice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .dispatch import remember
+from .problem import Problem, TensorSpec
+from .triton_launch import Launcher, leading_stride, specialization
+
+LONGEST = 2**31 - 2**10  # an index rounded up to whole tiles or loop steps stays an int32
+
+# KiB of shared memory that one block may have; where an architecture has no row, what all have
+_SHARED = {"sm_80": 163, "sm_87": 163, "sm_90": 227, "sm_100": 227, "sm_103": 227}
+_SHARED_KIB = 99
+
+
+def shared_limit(problem: Problem) -> int:
+    """Bytes of shared memory that one block may have."""
+    return _SHARED.get(problem.arch.name, _SHARED_KIB) * 1024
+
+
+def indescribable(spec: TensorSpec, along: int) -> str | None:
+    """Why there is no tensor descriptor of this matrix with `along` as its inner dimension."""
+    other, size = 1 - along, spec.dtype.itemsize
+    if min(spec.shape) == 0:
+        return "it is empty"
+    if spec.align < 16:
+        return "its pointer is not 16-byte aligned"
+    if spec.stride[along] != 1 and spec.shape[along] > 1:
+        return f"dimension {along} is not contiguous"
+    if spec.stride[other] * size % 16 and spec.shape[other] > 1:
+        return f"its leading stride {spec.stride[other]} is no multiple of {16 // size}"
+    if spec.stride[other] < spec.shape[along] and spec.shape[other] > 1:
+        return "its rows overlap"
+    return None
+
+
+def describe(tensor: torch.Tensor, transpose: bool, rows: int, columns: int) -> Any:
+    """A tensor descriptor of a matrix, in blocks of rows x columns."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    matrix = tensor.T if transpose else tensor
+    strides = [leading_stride(matrix), 1]
+    return TensorDescriptor(matrix, list(matrix.shape), strides, [rows, columns])
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch but for the addresses.
+
+    `order` tells which of run()'s tensors the kernel takes, -1 for an absent one; `descriptors`
+    makes a tensor descriptor of those that are not passed by pointer. Triton specializes on
+    `numbers`, all but the one at `rows`: the number of tokens.
+    """
+
+    kernel: Any
+    order: tuple[int, ...]
+    descriptors: tuple[Callable[[torch.Tensor], Any] | None, ...]
+    numbers: tuple[int, ...]
+    rows: int
+    constants: tuple[Any, ...]
+    grid: tuple[int, int, int]
+    options: dict[str, Any]
+    fp8_as_bytes: bool = False
+
+    def args(self, *tensors: torch.Tensor | None) -> tuple[Any, ...]:
+        """Complete positional arguments, for run()'s tensors; they may be meta tensors."""
+        made: list[Any] = []
+        for index, make in zip(self.order, self.descriptors):
+            tensor = tensors[index] if index >= 0 else None
+            if self.fp8_as_bytes and tensor is not None and tensor.dtype is torch.float8_e4m3fn:
+                tensor = tensor.view(torch.uint8)
+            made.append(tensor if make is None or tensor is None else make(tensor))
+        return (*made, *self.numbers, *self.constants)
+
+
+class Bound:
+    """run() for calls of one Problem: all but addresses is worked out once for each device."""
+
+    def __init__(self, prepare: Callable[..., Launch], config: Any, tensors: int) -> None:
+        self.prepare = prepare
+        self.config = config
+        self.tensors = tensors  # the first arguments of run() after its configuration
+        self.launchers: dict[int | None, tuple[Launcher, tuple[int, ...]]] = {}
+
+    def __call__(self, *args: Any) -> None:
+        device = args[self.tensors - 1].device.index
+        found = self.launchers.get(device)
+        if found is None:
+            call = self.prepare(self.config, *args)
+            found = _launcher(call, args[: self.tensors]), call.order
+            self.launchers[device] = found
+        launcher, order = found
+        launcher(*[args[i] if i >= 0 else None for i in order])
+
+
+def _launcher(call: Launch, tensors: Sequence[torch.Tensor | None]) -> Launcher:
+    last = tensors[-1]
+    assert last is not None
+    key = (
+        call.kernel,
+        last.device.index,
+        call.constants,
+        tuple(call.options.items()),
+        tuple(None if t is None else (t.dtype, t.data_ptr() % 16 == 0) for t in tensors),
+        *(specialization(n) for i, n in enumerate(call.numbers) if i != call.rows),
+    )
+    return Launcher(
+        *(call.kernel, key, last.device.index, call.grid, (*call.numbers, *call.constants)),
+        *(call.options, call.descriptors, call.fp8_as_bytes),
+    )
+
+
+def run_bound(
+    bounds: dict[Any, Callable[..., None]],
+    prepare: Callable[..., Launch],
+    config: Any,
+    tensors: Sequence[torch.Tensor | None],
+    *rest: Any,
+) -> None:
+    """Run through a Bound that is kept in `bounds` for calls alike in all but addresses."""
+    key = (config, *rest, *(None if t is None else TensorSpec.of(t) for t in tensors))
+    bound = bounds.get(key)
+    if bound is None:
+        bound = Bound(prepare, config, len(tensors))
+        remember(bounds, key, bound)
+    bound(*tensors, *rest)
