@@ -5,6 +5,7 @@ gemm.py launches them.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -21,6 +22,7 @@ _LONGEST = 2**31 - 2**10  # a row's index plus a tile stays an int
 _LARGEST_GRID_Y = 65535
 # rows of a tile -> columns
 _LARGE = {256: (64, 96, 128, 192), 128: (64, 96, 128, 192, 256)}
+_MOST_STAGES = 8  # of kernels for many rows; deeper rings never won
 _SMALL = (8, 16, 32, 64, 128)  # tokens of a tile, beside 64 weight rows
 _CLUSTERS = (1, 2, 4, 8)
 BIAS, RESIDUAL, GELU = 1, 2, 4  # bits of the epilogue
@@ -111,7 +113,7 @@ def configs(kind: Kind, m: int) -> Iterator[Config]:
         Config("large", rows, columns, stages, raster=raster)
         for rows, widths in _LARGE.items()
         for columns in widths
-        for stages in range(3, 9)
+        for stages in range(3, _MOST_STAGES + 1)
         for raster in (4, 8, 16)
     )
     small = (
@@ -128,8 +130,7 @@ def candidates(kind: Kind, m: int, n: int, k: int) -> list[Config]:
 
     def plausible(c: Config) -> bool:
         if c.policy == "large":
-            deepest = refuses(replace(c, stages=c.stages + 1), kind) is not None or c.stages == 8
-            return m > 64 and deepest and (m > 1024 or c.raster == 8)
+            return m > 64 and _deepest(c, kind) and (m > 1024 or c.raster == 8)
         fits = m > c.rows // 2 or c.rows == min(_SMALL)
         tiles = -(-m // c.rows) * -(-n // 64)
         useful = c.cluster == 1 or (tiles * c.cluster <= 300 and k >= 2 * c.cluster * DEPTH)
@@ -138,22 +139,26 @@ def candidates(kind: Kind, m: int, n: int, k: int) -> list[Config]:
     return [c for c in configs(kind, m) if plausible(c)]
 
 
+def _deepest(c: Config, kind: Kind) -> bool:
+    return c.stages == _MOST_STAGES or refuses(replace(c, stages=c.stages + 1), kind) is not None
+
+
+@functools.lru_cache(maxsize=64)
+def _tried(kind: Kind) -> tuple[Config, ...]:
+    """Each tile for many rows, with its deepest ring."""
+    found = (c for c in configs(kind, 1) if c.policy == "large" and c.raster == 8)
+    return tuple(c for c in found if _deepest(c, kind))
+
+
 def heuristic(kind: Kind, m: int, n: int, k: int, multiprocessors: int = 132) -> Config:
     """A legal configuration for any problem, where no table has one."""
     if m > 64:
-        tries = [
-            c
-            for c in configs(kind, m)
-            if c.policy == "large"
-            and c.raster == 8
-            and refuses(replace(c, stages=c.stages + 1), kind) is not None
-        ]
 
         def cost(c: Config) -> float:  # rounds of tiles; wide tiles are used better
             tiles = -(-m // c.rows) * -(-n // c.columns)
             return -(-tiles // multiprocessors) * (c.rows + 64) * (c.columns + 32)
 
-        best = min(tries, key=cost)
+        best = min(_tried(kind), key=cost)
         if m > 256 or -(-m // best.rows) * -(-n // best.columns) * 2 > multiprocessors:
             return best
     tokens = next((t for t in (8, 16, 32, 64) if m <= t), 64)

@@ -24,7 +24,8 @@ _EPILOGUES = {
 VARIANTS: dict[str, Config] = {
     config.name: config
     for config in (
-        *(Config("large", rows, columns, 4) for rows in (256, 128) for columns in (64, 96, 128)),
+        *(Config("large", 256, columns, 4) for columns in (64, 96, 128)),
+        *(Config("large", 128, columns, 5) for columns in (64, 96, 128)),
         *(Config("small", tokens, 64, 8) for tokens in (8, 16, 32, 64)),
         *(Config("small", tokens, 64, 8, 4) for tokens in (8, 64)),
     )
