@@ -171,7 +171,8 @@ class Prepared:
         key = (
             self._kind_of_call,
             device,
-            *[t.data_ptr() if isinstance(t, torch.Tensor) else t for t in tensors],
+            # 0.0 == -0.0, but their products differ
+            *[t.data_ptr() if isinstance(t, torch.Tensor) else t or repr(t) for t in tensors],
         )
         launch = self._launches.get(key)
         if launch is None:
