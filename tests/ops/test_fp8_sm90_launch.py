@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
-import re
-import types
 
 import pytest
 import torch
@@ -20,6 +17,8 @@ from farro.ops.fp8_blockwise_linear import reference
 from farro.ops.fp8_blockwise_linear import sm90 as blockwise
 from farro.testing import assert_bit_equal
 
+from .native_facts import compiles, fields_of, laid, matrix, offsets_of, pretend, sizes_of
+
 LARGE, SMALL = Config("large", 256, 96, 4, raster=16), Config("small", 16, 64, 8, 2)
 SCALED, PROMOTED = Kind(True), Kind(False)
 BF16 = torch.bfloat16
@@ -27,37 +26,7 @@ BF16 = torch.bfloat16
 
 @pytest.fixture
 def driver(monkeypatch):
-    """Stands in for the driver: descriptors are their arguments, launches remember theirs."""
-
-    class Launch:
-        def __init__(self, *arguments):
-            names = ("device", "function", "grid", "threads", "shared", "cluster", "parameters")
-            self.__dict__.update(zip(names, arguments))
-            self.fired = 0
-
-        def on_current_stream(self):
-            self.fired += 1
-
-    monkeypatch.setattr(gemm, "Launch", Launch)
-    monkeypatch.setattr(gemm, "kernel_function", lambda *what: what)
-    monkeypatch.setattr(gemm.tensor_map, "encode", lambda *what: what)
-    monkeypatch.setattr(gemm.tensor_map, "encode_groups", lambda *what: ("groups", *what))
-    count = types.SimpleNamespace(multi_processor_count=132)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: count)
-
-
-def buffer(count, dtype, offset=0):
-    """`count` elements that begin `offset` elements past a 16-byte boundary."""
-    size = dtype.itemsize
-    whole = torch.empty((count + offset) * size + 16, dtype=torch.uint8)
-    start = -whole.data_ptr() % 16 + offset * size
-    return whole[start : start + count * size].view(dtype)
-
-
-def matrix(rows, columns, strides=None, offset=0, dtype=torch.float32):
-    strides = strides or (columns, 1)
-    count = (rows - 1) * strides[0] + (columns - 1) * strides[1] + 1 if rows * columns else 1
-    return buffer(count, dtype, offset).as_strided((rows, columns), strides)
+    pretend(monkeypatch, gemm)
 
 
 def codes(rows, k, pitch=None):
@@ -70,13 +39,6 @@ def prepared(config, kind, m, n, k, out, **more):
 
 
 strides = st.tuples(st.integers(0, 9), st.sampled_from([1, 1, 1, 2, 5]), st.booleans())
-
-
-def laid(rows, columns, how, offset, dtype=torch.float32):
-    gap, step, turned = how
-    if turned:
-        return matrix(rows, columns, (step, step * rows + gap), offset, dtype)
-    return matrix(rows, columns, (step * columns + gap, step), offset, dtype)
 
 
 @settings(
@@ -295,49 +257,17 @@ def test_nothing_to_write_needs_no_kernel(monkeypatch):
 # --- agreement with the .cu files ----------------------------------------------------------------
 
 
-def compiles(text, tmp_path):
-    """Compile host-side facts (static_assert) about a kernel's source with NVRTC."""
-    pytest.importorskip("cuda.core", reason="needs cuda-core: pip install 'farro[cuda]'")
-    file = tmp_path / "facts.cu"
-    file.write_text(text)
-    jit.program(str(file), "sm_90a").compile("cubin")
-
-
 def source_of(policy):
     return jit._PACKAGE / "cuda" / "fp8" / f"{policy}.cu"
 
 
-WIDE = {"i64": 8, "int": 4, "float": 4}  # bytes; pointers have 8
-
-
-def fields_of(structure, text):
-    """Names and sizes of a C++ structure's fields, in order."""
-    body = re.search(rf"struct {structure} \{{(.*?)\}};", text, re.DOTALL)[1]
-    fields = []
-    for declaration in filter(None, map(str.strip, re.sub(r"//.*", "", body).split(";"))):
-        kind, names = re.fullmatch(r"((?:const )?\w+\*?) (.*)", declaration, re.DOTALL).groups()
-        size = 8 if kind.endswith("*") else WIDE[kind]
-        fields += [(name.strip(), size) for name in names.split(",")]
-    return fields
-
-
-def facts_of(name, structure):
-    """static_asserts that a ctypes structure lies as a C++ one."""
-    offsets = [
-        f"static_assert(__builtin_offsetof({name}, {field}) == {getattr(structure, field).offset} "
-        f"&& sizeof({name}::{field}) == {ctypes.sizeof(kind)});"
-        for field, kind in structure._fields_
-    ]
-    return "\n".join([*offsets, f"static_assert(sizeof({name}) == {ctypes.sizeof(structure)});"])
-
-
 @pytest.mark.parametrize("policy", ("large", "small"))
 def test_parameters_lie_as_the_kernel_reads_them(policy, tmp_path):
-    ours = [(name, ctypes.sizeof(kind)) for name, kind in gemm._Parameters._fields_]
-    assert fields_of("Problem", (jit.INCLUDE / "fp8_problem.cuh").read_text()) == ours
+    header = (jit.INCLUDE / "fp8_problem.cuh").read_text()
+    assert fields_of("Problem", header) == sizes_of(gemm._Parameters)
     constants = f"static_assert(kDepth == {configs.DEPTH});"
     bits = f"static_assert(kBias == {BIAS} && kResidual == {RESIDUAL} && kGelu == {GELU});"
-    text = [f'#include "{source_of(policy)}"', facts_of("Problem", gemm._Parameters)]
+    text = [f'#include "{source_of(policy)}"', offsets_of("Problem", gemm._Parameters)]
     compiles("\n".join([*text, constants, bits]), tmp_path)
 
 
