@@ -36,8 +36,8 @@ def check(config, kind, tmp_path):
         assert registers == LARGE_REGISTERS, f"{what}: {registers} registers"
         assert stack <= 64, f"{what}: {stack} bytes of stack (the scale producer has 40 registers)"
     else:  # as the choice of tiles that are resident together counts them
-        sums = config.rows // 2 * (1 if kind.fast else 3)
-        assert registers <= 40 + sums and stack == 0, f"{what}: {registers} registers, {stack}"
+        most = configs.small_registers(config, kind)
+        assert registers <= most and stack == 0, f"{what}: {registers} registers, {stack}"
     if kind.fast or not large or (waves == 1 and columns <= 128):
         assert some_held(lines), f"{what}: nothing multiplies while sums are added"
     boxes = [sum(f"UTMALDG.{d}" in line for line in lines) for d in ("2D", "5D")]

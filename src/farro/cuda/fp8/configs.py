@@ -204,10 +204,14 @@ def yields(problem: Problem, exact: Mapping[str, Any]) -> str | None:
     return f"{backend} is faster here by the tuned table"
 
 
+def small_registers(config: Config, kind: Kind) -> int:
+    """What a thread of the small kernel needs at most; its machine code is held to that."""
+    return max(56, 40 + config.rows // 2 * (1 if kind.fast else 3))
+
+
 def _in_one_round(config: Config, kind: Kind, m: int, n: int, count: int) -> bool:
     """Whether all CTAs of the small kernel are resident together: by memory and registers."""
-    sums = config.rows // 2 * (1 if kind.fast else 3)
-    by_registers = 65536 // (32 * config.warps * (40 + sums))
+    by_registers = 65536 // (32 * config.warps * small_registers(config, kind))
     by_memory = _SHARED_OF_SM // (shared_bytes(config, kind.scaled) + 1024)
     tiles = -(-m // config.rows) * -(-n // config.columns) * config.cluster
     return tiles <= count * min(by_memory, by_registers)
