@@ -21,8 +21,13 @@ import torch
 
 import farro
 from farro.arch import arch_of
+from farro.cuda.fp8.configs import Config as Fp8Config
 from farro.dispatch import not_installed
+from farro.formats.fp8 import E4M3
+from farro.ops.fp8_blockwise_linear import sm90 as fp8_blockwise
+from farro.ops.fp8_linear import sm90 as fp8_linear
 from farro.ops.fp8_quantize import FUNCTIONS
+from farro.ops.fp8_swiglu_quantize import sm90 as fp8_swiglu
 from farro.ops.int8_gemm import sm90, triton
 from farro.ops.int8_gemm.sm90 import Config
 from farro.problem import Problem
@@ -36,6 +41,21 @@ NATIVE = (
     Config("small", 32, 64, 5, 2, ahead=True),
     Config("small", 16, 64, 3, 1),
     Config("small", 64, 64, 4, 2),
+)
+FP8 = (  # with their sums: promoted, fast or scaled
+    (Fp8Config("large", 256, 96, 3), (False, True, None)),
+    (Fp8Config("large", 128, 128, 5), (False, True, None)),
+    (Fp8Config("large", 128, 192, 5), (False,)),
+    (Fp8Config("large", 128, 256, 3), (True,)),
+    (Fp8Config("small", 8, 64, 4, 8), (False, True, None)),
+    (Fp8Config("small", 32, 64, 4), (False, None)),
+    (Fp8Config("small", 64, 64, 3, 2), (True, None)),
+)
+SWIGLU = (
+    fp8_swiglu.Config("large", 64, 3),
+    fp8_swiglu.Config("large", 128, 4),
+    fp8_swiglu.Config("small", 8, 4, 4),
+    fp8_swiglu.Config("small", 64, 3),
 )
 DTYPES = (torch.bfloat16, torch.float32, torch.float16)
 
@@ -97,6 +117,72 @@ def native():
     return runs
 
 
+def fp8_codes(rows, k):
+    """As codes(), small numbers, whose sums are exact on tensor cores too."""
+    whole = (torch.randint(-4, 5, (rows, k + 16)) / 2).to(E4M3)
+    return whole[:, 16:]
+
+
+def powers(rows, columns, turned):
+    """Scales that keep sums exact, row-major or column-major."""
+    scales = torch.exp2(torch.randint(-2, 3, (rows, columns)).float() - 3)
+    return scales.T.contiguous().T if turned else scales
+
+
+def fp8_product(config, m, n, k, sums, turn):
+    """One launch with bias, half of them with a residual in place, compared bit for bit."""
+    x, weight, bias = fp8_codes(m, k), fp8_codes(n, k), torch.randint(-9, 10, (n,)).float()
+    if sums is None:
+        blocks = -(-k // 128)
+        operands = (x, weight, powers(m, blocks, turn % 2), powers(-(-n // 128), blocks, False))
+        want = farro.fp8_blockwise_linear_bf16(*operands, bias=bias, backend="reference")
+        out = torch.full_like(want, float("nan")).cuda()
+        fp8_blockwise.run(config, *map(there, operands), bias.cuda(), out, False)
+    else:
+        alpha, residual = torch.tensor([0.25]), torch.randint(-9, 10, (m, n)).bfloat16()
+        out = residual.cuda()
+        want = farro.fp8_linear_bias_residual_bf16(
+            x, weight, bias, residual, alpha, fast_accum=sums, backend="reference"
+        )
+        operands = (*map(there, (x, weight, alpha, bias)), out, out)
+        fp8_linear.run(config, *operands, "bias_residual", sums)
+    torch.cuda.synchronize()
+    assert_bit_equal(out.cpu() + 0.0, want + 0.0, f"{config}, fast sums: {sums}")
+    return 1
+
+
+def fp8_swiglu_quantize(config, m, n, k, turn):
+    blocks = -(-k // 128)
+    operands = (
+        *(fp8_codes(m, k), fp8_codes(2 * n, k)),
+        *(powers(m, blocks, turn % 2) / 64, powers(2 * -(-n // 128), blocks, False)),
+    )
+    want, want_scale = farro.fp8_blockwise_swiglu_quantize_fp8(*operands, backend="reference")
+    q = torch.full((m, n), float("nan")).to(E4M3).cuda()
+    scale = torch.full((want_scale.shape[1], m), float("nan")).cuda().T
+    fp8_swiglu.run(config, *map(there, operands), q, scale)
+    torch.cuda.synchronize()
+    torch.testing.assert_close(scale.cpu(), want_scale, rtol=0.02, atol=0)
+    same = (q.cpu().view(torch.uint8) == want.view(torch.uint8)).double().mean()
+    assert same > 0.98, f"{config}: {same:.3f} of the codes are the reference's"
+    return 1
+
+
+def native_fp8():
+    runs = 0
+    for turn, (config, kinds) in enumerate(FP8):
+        m = 300 if config.policy == "large" else 20
+        for sums in kinds:
+            runs += fp8_product(config, m, 208, 1168, sums, turn)
+    for turn, config in enumerate(SWIGLU):
+        m = 150 if config.policy == "large" else 20
+        runs += fp8_swiglu_quantize(config, m, 208, 1168, turn)
+    # more tiles than SMs, so that the rings go on from tile to tile
+    for sums in (False, True, None):
+        runs += fp8_product(FP8[1][0], 2000, 1296, 400, sums, 1)
+    return runs + fp8_swiglu_quantize(SWIGLU[0], 2000, 1296, 400, 1)
+
+
 def through_triton():
     runs = 0
     for m in (150, 8):
@@ -154,7 +240,10 @@ def main():
         planted()
         return
     lacking = not_installed("cuda") or arch_of(torch.device("cuda", 0)).lacks(frozenset({"wgmma"}))
-    print(f"native kernels skipped: {lacking}" if lacking else f"{native()} native launches right")
+    if lacking:
+        print(f"native kernels skipped: {lacking}")
+    else:
+        print(f"{native() + native_fp8()} native launches right")
     lacking = not_installed("triton")
     print(f"Triton skipped: {lacking}" if lacking else f"{through_triton()} Triton launches right")
 
