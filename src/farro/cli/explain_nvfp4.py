@@ -73,6 +73,20 @@ def _scatter(name: str, m: int, n: int | None, k: int, *_: Any, **keywords: Any)
     return explain(getattr(nvfp4, name), *arguments[name], **keywords)
 
 
+def _products(name: str, m: int, n: int | None, k: int, *_: Any, **keywords: Any) -> Any:
+    """M rows of each of 8 experts, N features."""
+    from .. import explain, nvfp4
+
+    features = _given(name, n, "the features; --m are rows of each of 8 experts")
+    rows = (8 * m,) if name == "group_mm_ragged" else (8, m)
+    weight = (_meta(8, features, k // of, dtype="uint8") for of in (4, 16, 32))
+    x = (_meta(*rows, k // of, dtype="uint8") for of in (2, 32))
+    counts = _meta(9 if len(rows) == 1 else 8, dtype="int32")
+    operands = (*weight, *x, _meta(8, dtype="float32"), counts)
+    out = _meta(*rows, features, dtype="bfloat16")
+    return explain(getattr(nvfp4, name), out, *operands, features, k, **keywords)
+
+
 _WEIGHTS = ("prune_paired_4of8", "quantize_weight", "requantize_group16", "dequantize_weight")
 _SCATTERS = ("scatter_quant_act", "scatter_quant_act_planned", "scatter_quant_act_ragged")
 
@@ -87,4 +101,6 @@ OPERATORS: dict[str, Callable[..., Any]] = {
     "nvfp4_scatter_fp4": functools.partial(_scatter, "scatter_fp4_planned"),
     "dequantize_act": functools.partial(_rows, "dequantize_act"),
     "nvfp4_dequantize": functools.partial(_rows, "dequantize_act"),
+    **{n: functools.partial(_products, n) for n in ("group_mm", "group_mm_ragged")},
+    "nvfp4_group_mm": functools.partial(_products, "group_mm"),
 }
