@@ -21,6 +21,7 @@ import torch
 
 import farro
 from farro.arch import arch_of
+from farro.catalogue import operator_named
 from farro.cuda.fp8.configs import Config as Fp8Config
 from farro.dispatch import not_installed
 from farro.formats.fp8 import E4M3
@@ -31,7 +32,7 @@ from farro.ops.fp8_swiglu_quantize import sm90 as fp8_swiglu
 from farro.ops.int8_gemm import sm90, triton
 from farro.ops.int8_gemm.sm90 import Config
 from farro.problem import Problem
-from farro.testing import assert_bit_equal
+from farro.testing import CASES, assert_bit_equal
 
 NATIVE = (
     Config("large", 256, 128, 4),
@@ -201,7 +202,7 @@ def through_triton():
         for result, needed in zip(got, want):
             assert_bit_equal(result.cpu(), needed, "quantize_int8_groups")
         runs += 1
-    return runs + fp8_quantizers()
+    return runs + fp8_quantizers() + nvfp4_quantizers()
 
 
 def fp8_quantizers():
@@ -213,6 +214,18 @@ def fp8_quantizers():
             want = function(x, backend="reference")
             for result, needed in zip(function(x.cuda(), backend="triton"), want):
                 assert_bit_equal(result.cpu(), needed, f"quantize_fp8_{kind}")
+            runs += 1
+    return runs
+
+
+def nvfp4_quantizers():
+    """Used and unused rows, plans with ids outside every range, odd addresses."""
+    runs = 0
+    for operator in ("nvfp4_quantize", "nvfp4_scatter", "nvfp4_scatter_fp4", "nvfp4_dequantize"):
+        kernel = next(k for k in operator_named(operator).kernels if k.backend == "triton")
+        for case in (case for case in CASES[operator]() if case.quick):
+            outcome = case.build("cuda", 7).check(kernel)
+            assert outcome.status == "ok", f"{case.name}: {outcome.detail}"
             runs += 1
     return runs
 

@@ -1,4 +1,4 @@
-"""A correctly rounded FP32 fused multiply-add in plain torch, for any device.
+"""Correct rounding in plain torch, for any device: a fused multiply-add, float64 to BF16.
 
 A float64 product and sum rounded to float32 rounds twice and is not a fused multiply-add (see
 `FMA_TRIPLE`); rounding the float64 sum to odd first makes the second rounding right.
@@ -30,3 +30,16 @@ def fma32(p: torch.Tensor, s: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
     step = torch.where(away, 1, -1)
     odd = torch.where(inexact & even, bits + step, bits)
     return odd.view(torch.float64).float()
+
+
+def bfloat16_once(x: torch.Tensor) -> torch.Tensor:
+    """float64 -> bfloat16 with one rounding, to nearest even; torch rounds to float32 on the way.
+
+    The float32 in between is rounded to odd, which leaves the second rounding right.
+    """
+    near = x.float()
+    bits = near.view(torch.int32)
+    inexact = (near.double() != x) & x.isfinite()
+    truncated = torch.where(near.double().abs() > x.abs(), bits - 1, bits)
+    odd = torch.where(inexact, truncated | 1, bits)
+    return odd.view(torch.float32).bfloat16()

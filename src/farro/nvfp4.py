@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
-from .formats.gate_up import interleave_gate_up_rows
 from .formats.paired_sparsity import LAYOUT_VERSION
 from .ops.moe_route import check_routing, dispatch_plan, dispatch_plan_ragged, moe_finalize
+from .ops.nvfp4_group_mm import (
+    DEFAULT_TACTIC,
+    all_tactics,
+    group_mm,
+    group_mm_configs,
+    group_mm_ragged,
+    interleave_gate_up_rows,
+    suggest_tactic,
+    valid_clusters,
+)
 from .ops.nvfp4_quantize import (
     dequantize_act,
     quant_act,
@@ -25,7 +34,9 @@ from .ops.nvfp4_weights import (
 )
 
 __all__ = [
+    "DEFAULT_TACTIC",
     "LAYOUT_VERSION",
+    "all_tactics",
     "check_routing",
     "compress",
     "decompress",
@@ -33,6 +44,9 @@ __all__ = [
     "dequantize_weight",
     "dispatch_plan",
     "dispatch_plan_ragged",
+    "group_mm",
+    "group_mm_configs",
+    "group_mm_ragged",
     "interleave_gate_up_rows",
     "moe_finalize",
     "prune_paired_4of8",
@@ -45,4 +59,6 @@ __all__ = [
     "scatter_quant_act_planned",
     "scatter_quant_act_ragged",
     "silu_mul_quant_act",
+    "suggest_tactic",
+    "valid_clusters",
 ]

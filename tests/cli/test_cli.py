@@ -11,11 +11,14 @@ import pytest
 import torch
 
 import farro
+from farro.catalogue import OPERATORS
 from farro.cli import COMMANDS, Command, lazy
-from farro.dispatch import forget
+from farro.dispatch import _DESCRIBERS, forget
 
 testing = pytest.importorskip("typer.testing")
 
+NVFP4 = [n for o in OPERATORS if o.name.startswith("nvfp4_") for n in o.functions]
+NVFP4 = [name for name in NVFP4 if getattr(farro.nvfp4, name) in _DESCRIBERS]
 SIZES = ("--m", "16", "--n", "4096", "--k", "4096")
 
 
@@ -143,6 +146,20 @@ class TestExplain:
         assert found["tensors"]["x"]["dtype"] == "bfloat16"
         assert found["chosen"] == "fp8_quantize.cpu"
 
+    @pytest.mark.parametrize("name", NVFP4)
+    def test_nvfp4(self, name):
+        rows = () if name == "quant_rows" else ("--n", "64")
+        options = ("--m", "5", *rows, "--k", "256", "--arch", "sm_90", "--json")
+        found = json.loads(run("explain", name, *options).stdout)
+        operator = next(o for o in OPERATORS if name in o.functions)
+        assert found["operator"] == operator.name
+        assert found["chosen"].startswith(f"{operator.name}.")
+        slow = found["chosen"].endswith(".reference")
+        assert slow == (operator.name == "nvfp4_weights")
+        if rows:
+            missing = run("explain", name, "--m", "5", "--k", "256")
+            assert missing.exit_code != 0 and "needs --n" in missing.output
+
     def test_this_machine_is_the_default(self):
         found = json.loads(run("explain", "int8_gemm", *SIZES, "--json").stdout)
         arch = "cpu"
@@ -196,7 +213,7 @@ class TestVerify:
         kernels = {kernel["kernel"]: kernel for kernel in found["kernels"]}
         assert set(kernels) >= {"int8_gemm.cpu", "int8_quantize.cpu"}
         for kernel in kernels.values():
-            assert kernel["passed"] == kernel["cases"] - sum(kernel["refused"].values()) > 20
+            assert kernel["passed"] == kernel["cases"] - sum(kernel["refused"].values()) > 10
         left_out = {kernel["kernel"]: kernel["reason"] for kernel in found["not_verified"]}
         assert left_out["int8_gemm.reference"] == "what the others are compared with"
 

@@ -136,9 +136,15 @@ def test_warmup_refuses_what_is_no_shape_or_device() -> None:
 def test_questions_compute_nothing() -> None:
     """They are exempt from having a sample because they answer with plain values."""
     a, b = (torch.empty(5, 64, dtype=torch.int8, device="meta") for _ in range(2))
+    nvfp4 = farro.nvfp4
     answers = {
         "get_kernel_config": farro.get_kernel_config(a, b.T, group_size=64),
         "select_fp8_linear_tile": farro.select_fp8_linear_tile(5, 5, 64),
+        "group_mm_configs": nvfp4.group_mm_configs(),
+        "all_tactics": nvfp4.all_tactics(),
+        "suggest_tactic": nvfp4.suggest_tactic(9),
+        "valid_clusters": nvfp4.valid_clusters("auto"),
+        "interleave_gate_up_rows": nvfp4.interleave_gate_up_rows(8),
     }
     assert set(answers) == set(QUESTIONS)
     keys = "policy compute_capability backend kernel tile stages warps why"

@@ -99,7 +99,7 @@ def test_scenario_12_out_in_three_graphs(sample, takes_out, device, generator, c
     for m in ROWS:
         inputs = sample.first(generator, device, m=m)
         shape, dtype = sample.out(inputs)
-        out = torch.full(shape, 7, dtype=dtype, device=device)
+        out = sample.place(torch.full(shape, 7, dtype=dtype, device=device))
         result = compiled(inputs, out)
         assert result.data_ptr() == out.data_ptr()
         assert_bit_equal(out, *tensors(sample.function(**inputs)), f"M = {m}")
@@ -329,7 +329,7 @@ def test_out_in_any_grad_mode(run, accepted, sample, takes_out, kernel, device) 
     for name, inputs in accepted():
         shape, dtype = sample.out(inputs)
         for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
-            out = torch.empty(shape, dtype=dtype, device=device)
+            out = sample.place(torch.empty(shape, dtype=dtype, device=device))
             with mode():
                 run(_with_grad(sample, inputs), out=out)
             assert not out.requires_grad

@@ -116,11 +116,12 @@ def test_scenario_13_graph_with_out(
 ) -> None:
     (_, static), (_, new) = accepted()[0], accepted()[0]
     shape, dtype = sample.out(static)
-    out = torch.empty(shape, dtype=dtype, device=device)
+    out = sample.place(torch.empty(shape, dtype=dtype, device=device))
     run(static, out=out)
     graph, _ = _capture(lambda inputs: run(inputs, out=out), static)
     for argument, tensor in sample.present(static).items():
         tensor.copy_(new[argument])
+    sample.place(out)
     graph.replay()
     assert_bit_equal(out, *run(new))
 

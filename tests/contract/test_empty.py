@@ -45,6 +45,7 @@ def test_scenario_07_out_is_written_completely_and_nothing_beside_it(
         place = guarded(shape, dtype, sample.out_layout, device)
         if refused({**inputs, "out": place.view}):
             continue
+        sample.place(place.view)
         (result,) = run(inputs, out=place.view)
         assert result is place.view
         assert place.overwritten() == 0, name

@@ -65,6 +65,7 @@ def test_scenario_04_out_in_each_layout(
     shape, dtype = sample.out(inputs)
     for layout in (name for name in sample.out_layouts if not LAYOUTS[name].windows):
         place = guarded(shape, dtype, layout, device)
+        sample.place(place.view)
         _check(run, refused, sample, inputs, {"out": place.view}, want, f"out {layout}")
         assert place.overwritten() == 0, layout
 

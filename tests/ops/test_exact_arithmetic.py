@@ -7,11 +7,13 @@ from fractions import Fraction
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from farro.exact import FMA_TRIPLE, fma32
+from farro.exact import FMA_TRIPLE, bfloat16_once, fma32
 from farro.testing import assert_bit_equal
 
-from .exact_arithmetic import multiply_add, rounded
+from .exact_arithmetic import multiply_add, rounded, sign
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -76,3 +78,22 @@ def test_fma32_of_nonfinite_values():
     ]
     p, s, t, want = torch.tensor(rows).unbind(1)
     assert_bit_equal(fma32(p, s, t), want)
+
+
+@settings(max_examples=300, deadline=None)
+@given(x=st.floats(allow_nan=False, allow_infinity=False))
+def test_bfloat16_with_one_rounding(x):
+    result = bfloat16_once(torch.tensor([x], dtype=torch.float64))
+    want = rounded(Fraction(x), "bfloat16", sign(x))
+    assert_bit_equal(result, torch.tensor([want], dtype=torch.float64).bfloat16())
+
+
+def test_bfloat16_next_to_ties():
+    """1 + 2^-8 is in the middle of two bfloat16; float32 cannot tell it from what is next to it."""
+    middle, little = 1 + 2.0**-8, 2.0**-40
+    x = torch.tensor([middle - little, middle, middle + little], dtype=torch.float64)
+    x = torch.cat((x, -x, torch.tensor([math.nan, math.inf, -math.inf, 1e39, -1e300, 1e-60])))
+    want = [1.0, 1.0, 1 + 2.0**-7]
+    want = [*want, *(-w for w in want), math.nan, math.inf, -math.inf, math.inf, -math.inf, 0.0]
+    assert_bit_equal(bfloat16_once(x), torch.tensor(want).bfloat16())
+    assert not torch.equal(bfloat16_once(x)[:6], x.bfloat16()[:6])  # what torch gives

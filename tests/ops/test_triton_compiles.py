@@ -10,6 +10,8 @@ from farro.ops.int8_gemm import triton as gemm
 from farro.ops.int8_gemm import triton_configs
 from farro.ops.int8_quantize import triton as quantizer
 from farro.ops.moe_route import triton_finalize, triton_plan
+from farro.ops.nvfp4_group_mm import product as group_mm
+from farro.ops.nvfp4_group_mm import triton as grouped
 from farro.problem import Problem
 
 pytest.importorskip("triton")
@@ -165,3 +167,38 @@ def test_sums_of_rows(arch):
         assert "fma.rn.f32" not in code.asm["ptx"]  # products are rounded before they are added
         if k % 8 == 0:
             assert "ld.global.v4.b32" in code.asm["ptx"]
+
+
+GROUPS = [
+    *((arch, 32, 4096, 7168, 16, True, False) for arch in ARCHS),
+    ("sm_90", 8, 4096, 14336, 64, True, True),
+    ("sm_90", 32, 7168, 2048, 128, False, False),
+    ("sm_80", 3, 96, 160, 128, True, False),
+]
+
+
+@pytest.mark.parametrize("arch, e, m, k, cap, coded, ragged", GROUPS)
+def test_grouped_products(arch, e, m, k, cap, coded, ragged):
+    """Tensor cores, no spills, and the shared memory that every chip has."""
+    rows = (e * cap,) if ragged else (e, cap)
+    code, brain = torch.uint8, torch.bfloat16
+    operands = (
+        *(meta(e, m, k // n, dtype=code) for n in (4, 16, 32)),
+        meta(*rows, k // 2, dtype=code) if coded else meta(*rows, k, dtype=brain),
+        meta(*rows, k // 32, dtype=code) if coded else None,
+        meta(e, dtype=torch.float32),
+        meta(e + ragged, dtype=torch.int32),
+    )
+    out = meta(*rows, m, dtype=brain)
+    name = "group_mm_ragged" if ragged else "group_mm"
+    problem = group_mm.problem_of(name, out, operands, (0, 1, 1), arch_named(arch))
+    config = grouped.config(problem)
+    kernel, _, args, options = grouped.prepare(config, out, *operands)
+    code = compile_only(kernel, args, options, problem.arch.capability)
+    ptx = code.asm["ptx"]
+    assert any(mma in ptx for mma in ("mma.sync", "wgmma.mma_async", "tcgen05.mma"))
+    assert code.metadata.shared <= 99 << 10
+    registers, stack = resources(code)
+    assert stack <= 64, f"{config} spills {stack} bytes ({registers} registers)"
+    if k % 128 == 0:
+        assert "ld.global.v4.b32" in ptx or "cp.async.cg.shared.global" in ptx

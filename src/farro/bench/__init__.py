@@ -18,6 +18,8 @@ OPERATORS = (
     "fp8_quantize",
     "moe_route",
     "moe_finalize",
+    "nvfp4_quantize",
+    "nvfp4_scatter",
 )
 
 

@@ -9,6 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
+from . import explain_nvfp4
+
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
@@ -158,6 +160,7 @@ _OPERATORS: dict[str, Callable[..., Any]] = {
     "moe_finalize": _finalize,
     "fp8_linear": functools.partial(_fp8_linear, "fp8_linear_bf16"),
     **{name: functools.partial(_fp8_linear, name) for name in _FP8_LINEAR},
+    **explain_nvfp4.OPERATORS,
 }
 
 

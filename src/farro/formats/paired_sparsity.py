@@ -184,9 +184,9 @@ def compress(
     e, m, steps = scales.shape
     kept = kept_bytes(packed, nibbles).reshape(e, m, steps, CODE_BYTES)
     meta = (nibbles[..., 0::2] | nibbles[..., 1::2] << 4).view(e, m, steps, META_BYTES)
-    flat = arrange(kept, "codes"), arrange(meta, "metadata"), arrange(scales[..., None], "scales")
-    codes, metadata, sfa = (part.view(e, m, -1) for part in flat)
-    return codes, metadata, sfa
+    codes = arrange(kept, "codes").view(e, m, steps * CODE_BYTES)
+    metadata = arrange(meta, "metadata").view(e, m, steps * META_BYTES)
+    return codes, metadata, arrange(scales[..., None], "scales").view(e, m, steps)
 
 
 def unpack_metadata(metadata: torch.Tensor) -> torch.Tensor:

@@ -33,6 +33,7 @@ from .int8_gemm import GemmCase, int8_gemm_cases
 from .int8_quantize import QuantizeCase, quantize_cases
 from .layouts import LAYOUTS, Guarded, guarded, laid_out, poisoned_memory
 from .moe_route import FinalizeCase, PlanCase, finalize_cases, plan_cases
+from .nvfp4_group_mm import GroupCase, group_mm_cases
 from .nvfp4_quantize import (
     ActCase,
     act_cases,
@@ -50,6 +51,7 @@ CASES: dict[str, Callable[[], Sequence[Case]]] = {
     "fp8_swiglu_quantize": swiglu_cases,
     "int8_gemm": int8_gemm_cases,
     "int8_quantize": quantize_cases,
+    "nvfp4_group_mm": group_mm_cases,
     "nvfp4_dequantize": dequantize_cases,
     "nvfp4_quantize": act_cases,
     "nvfp4_scatter": scatter_cases,
@@ -71,6 +73,7 @@ __all__ = [
     "FP8_PROMOTED_SUM",
     "Fp8QuantizeCase",
     "GemmCase",
+    "GroupCase",
     "Guarded",
     "LAYOUTS",
     "LinearCase",
@@ -91,6 +94,7 @@ __all__ = [
     "finalize_cases",
     "first_mismatch",
     "fp8_quantize_cases",
+    "group_mm_cases",
     "guarded",
     "int8_gemm_cases",
     "laid_out",

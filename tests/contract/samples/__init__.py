@@ -7,7 +7,16 @@ from __future__ import annotations
 
 from farro.catalogue import OPERATORS
 
-from . import fp8, fp8_blockwise, fp8_linear, int8, moe, nvfp4_quantize, nvfp4_weights
+from . import (
+    fp8,
+    fp8_blockwise,
+    fp8_linear,
+    int8,
+    moe,
+    nvfp4_group_mm,
+    nvfp4_quantize,
+    nvfp4_weights,
+)
 from .sample import Argument, Sample, tensors
 
 __all__ = ["Argument", "CHECKS", "QUESTIONS", "SAMPLES", "Sample", "tensors", "uncovered"]
@@ -18,12 +27,17 @@ SAMPLES = (
     *fp8_blockwise.SAMPLES,
     *fp8_linear.SAMPLES,
     *moe.SAMPLES,
+    *nvfp4_group_mm.SAMPLES,
     *nvfp4_weights.SAMPLES,
     *nvfp4_quantize.SAMPLES,
 )
 
 # public functions that answer questions about a call and compute nothing
-QUESTIONS = ("get_kernel_config", "select_fp8_linear_tile")
+QUESTIONS = (
+    *("get_kernel_config", "select_fp8_linear_tile"),
+    *("group_mm_configs", "all_tactics", "suggest_tactic", "valid_clusters"),
+    "interleave_gate_up_rows",
+)
 # public functions that raise or do nothing
 CHECKS = ("check_routing",)
 

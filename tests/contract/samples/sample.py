@@ -72,6 +72,7 @@ class Sample:
     # whether results of a row that is not finite tell it
     shows_non_finite: Callable[[tuple[torch.Tensor, ...]], bool] = _not_finite
     out_layouts: tuple[str, ...] = tuple(LAYOUTS)
+    out_fill: float | None = None  # what `out` holds before, where some of it is never written
     graphs: int = 3  # of torch.compile at most, whatever the number of rows
     # (M, N, K) for farro.warmup to compile what a call needs
     warm_shape: Callable[[dict[str, Any]], tuple[int, int, int]] | None = None
@@ -84,6 +85,10 @@ class Sample:
     def out_layout(self) -> str:
         """One in which to look for writes beside `out`."""
         return "columns" if "columns" in self.out_layouts else "offset"
+
+    def place(self, out: torch.Tensor) -> torch.Tensor:
+        """`out` as a call should find it: as it is, or filled where some of it stays."""
+        return out if self.out_fill is None else out.fill_(self.out_fill)
 
     def inputs(
         self, generator: torch.Generator, device: Any = "cpu", **options: Any
