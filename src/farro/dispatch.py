@@ -55,6 +55,13 @@ class Kernel:
     def function(self) -> Callable[..., None]:
         return _load(self.run)
 
+    def bound(self, config: Any) -> Callable[..., None]:
+        """`run` with its configuration, prepared where the kernel can."""
+        if self.bind:
+            prepared: Callable[..., None] = _load(self.bind)(config)
+            return prepared
+        return functools.partial(self.function(), config)
+
 
 @dataclass(frozen=True)
 class Operator:
@@ -84,10 +91,7 @@ class Choice:
 
     @functools.cached_property
     def run(self) -> Callable[..., None]:
-        if self.kernel.bind:
-            bound: Callable[..., None] = _load(self.kernel.bind)(self.config)
-            return bound
-        return functools.partial(self.kernel.function(), self.config)
+        return self.kernel.bound(self.config)
 
 
 def _load(path: str) -> Callable[..., Any]:

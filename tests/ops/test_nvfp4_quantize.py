@@ -205,10 +205,10 @@ def test_situ_in_python_floats(backend, linear_beta, generator) -> None:
 
 def test_numbers_of_another_activation_change_nothing() -> None:
     """So that they compile nothing anew."""
-    from farro.ops.nvfp4_quantize.dense import _how
+    from farro.ops.nvfp4_quantize.dense import gating
 
-    assert _how(True, "silu", 2.0, 3.0) == Gated(True, "silu", 1.0, -1.0)
-    assert _how(False, "situ", 0.1, -7.0) == Gated(False, "situ", rounded(Fraction(0.1)), -1.0)
+    assert gating(True, "silu", 2.0, 3.0) == Gated(True, "silu", 1.0, -1.0)
+    assert gating(False, "situ", 0.1, -7.0) == Gated(False, "situ", rounded(Fraction(0.1)), -1.0)
 
 
 # scatter

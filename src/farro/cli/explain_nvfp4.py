@@ -83,12 +83,17 @@ def _products(name: str, m: int, n: int | None, k: int, *_: Any, **keywords: Any
     x = (_meta(*rows, k // of, dtype="uint8") for of in (2, 32))
     counts = _meta(9 if len(rows) == 1 else 8, dtype="int32")
     operands = (*weight, *x, _meta(8, dtype="float32"), counts)
+    if name == "group_mm_swiglu_quant":
+        given = (*operands, _meta(1, dtype="float32"), features, k)
+        return explain(nvfp4.group_mm_swiglu_quant, *given, **keywords)
     out = _meta(*rows, features, dtype="bfloat16")
     return explain(getattr(nvfp4, name), out, *operands, features, k, **keywords)
 
 
 _WEIGHTS = ("prune_paired_4of8", "quantize_weight", "requantize_group16", "dequantize_weight")
 _SCATTERS = ("scatter_quant_act", "scatter_quant_act_planned", "scatter_quant_act_ragged")
+
+_PRODUCTS = ("group_mm", "group_mm_ragged", "group_mm_swiglu_quant")
 
 # public function -> its Explanation for sizes; the operator's name serves as well
 OPERATORS: dict[str, Callable[..., Any]] = {
@@ -101,6 +106,7 @@ OPERATORS: dict[str, Callable[..., Any]] = {
     "nvfp4_scatter_fp4": functools.partial(_scatter, "scatter_fp4_planned"),
     "dequantize_act": functools.partial(_rows, "dequantize_act"),
     "nvfp4_dequantize": functools.partial(_rows, "dequantize_act"),
-    **{n: functools.partial(_products, n) for n in ("group_mm", "group_mm_ragged")},
+    **{n: functools.partial(_products, n) for n in _PRODUCTS},
     "nvfp4_group_mm": functools.partial(_products, "group_mm"),
+    "nvfp4_group_mm_swiglu_quant": functools.partial(_products, "group_mm_swiglu_quant"),
 }

@@ -33,7 +33,7 @@ from .int8_gemm import GemmCase, int8_gemm_cases
 from .int8_quantize import QuantizeCase, quantize_cases
 from .layouts import LAYOUTS, Guarded, guarded, laid_out, poisoned_memory
 from .moe_route import FinalizeCase, PlanCase, finalize_cases, plan_cases
-from .nvfp4_group_mm import GroupCase, group_mm_cases
+from .nvfp4_group_mm import FusedCase, GroupCase, fused_cases, group_mm_cases
 from .nvfp4_quantize import (
     ActCase,
     act_cases,
@@ -52,6 +52,7 @@ CASES: dict[str, Callable[[], Sequence[Case]]] = {
     "int8_gemm": int8_gemm_cases,
     "int8_quantize": quantize_cases,
     "nvfp4_group_mm": group_mm_cases,
+    "nvfp4_group_mm_swiglu_quant": fused_cases,
     "nvfp4_dequantize": dequantize_cases,
     "nvfp4_quantize": act_cases,
     "nvfp4_scatter": scatter_cases,
@@ -68,6 +69,7 @@ __all__ = [
     "Call",
     "Case",
     "FinalizeCase",
+    "FusedCase",
     "FP32_SUM",
     "FP8_FAST_SUM",
     "FP8_PROMOTED_SUM",
@@ -93,6 +95,7 @@ __all__ = [
     "far_from_exact",
     "finalize_cases",
     "first_mismatch",
+    "fused_cases",
     "fp8_quantize_cases",
     "group_mm_cases",
     "guarded",

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from farro import nvfp4
 from farro.problem import Problem
 from farro.testing.nvfp4_group_mm import (
     UNTOUCHED,
@@ -193,4 +194,53 @@ GROUP_MM_RAGGED = Sample(
     warm_shape=_warm_shape,
 )
 
-SAMPLES = (GROUP_MM, GROUP_MM_RAGGED)
+
+def _fused(
+    generator: torch.Generator, m: int = 17, n: int = 64, how: Any = (), **options: Any
+) -> dict[str, Any]:
+    """Full experts, since codes of unused rows are unspecified; n gate rows and as many up rows."""
+    given = _padded(generator, m, 2 * n, full=True, **options)
+    gscale = torch.exp2(torch.rand(1, generator=generator) * 6)
+    return {**given, "gscale": gscale, **dict(how)}
+
+
+GROUP_MM_SWIGLU_QUANT = Sample(
+    name="group_mm_swiglu_quant",
+    operator="nvfp4_group_mm_swiglu_quant",
+    function=nvfp4.group_mm_swiglu_quant,
+    make=_fused,
+    arguments={
+        **_WEIGHT,
+        **dict.fromkeys(("b_act", "sfb"), _BYTES),
+        **dict.fromkeys(("alphas", "gscale"), _FLOATS),
+        "expert_num_tokens": _COUNTS,
+    },
+    variants={
+        "W4A4": {"experts": 4},
+        "interleaved W4A16": {"coded": False, "how": {"interleaved": True}},
+        "situ": {"k": 128, "how": {"activation": "situ", "beta": 2.0, "linear_beta": 7.0}},
+        "one": {"m": 1, "n": 32, "k": 32, "experts": 1},
+    },
+    empties={name: options for name, options in _EMPTIES.items() if "sum" not in name},
+    empty_result=lambda inputs: tuple(
+        torch.empty(*inputs["b_act"].shape[:2], inputs["features"] // of, dtype=torch.uint8)
+        for of in (4, 64)
+    ),
+    wrong={
+        **{name: wrong for name, wrong in _WRONG.items() if "another" not in name},
+        "features of another weight": (
+            {"features": 64},
+            ValueError,
+            ("features", "64", "M = 128"),
+        ),
+        "activation relu": ({"activation": "relu"}, ValueError, ("activation", "'relu'", "'silu'")),
+        "interleaved 1": ({"interleaved": 1}, TypeError, ("interleaved", "int", "bool")),
+        "beta 0": ({"beta": 0.0}, ValueError, ("beta", "0.0", "positive")),
+    },
+    required=_required,
+    records_grad=False,
+    graphs=4,  # with dynamic=True a float among the arguments has torch begin the first one anew
+    warm_shape=_warm_shape,
+)
+
+SAMPLES = (GROUP_MM, GROUP_MM_RAGGED, GROUP_MM_SWIGLU_QUANT)

@@ -9,7 +9,7 @@ from farro.arch import interpreting
 from farro.catalogue import operator_named
 from farro.ops.nvfp4_group_mm import triton
 from farro.ops.nvfp4_group_mm.triton import Config
-from farro.testing import GroupCase, group_mm_cases
+from farro.testing import GroupCase, fused_cases, group_mm_cases
 
 pytestmark = [
     pytest.mark.skipif(not interpreting(), reason="run by run_again"),
@@ -74,3 +74,13 @@ def test_few_programs_take_all_tiles(generator, monkeypatch):
     out = call.arguments["out"]
     triton.run(Config(64, 16, 4, 1), out, *call.operands)
     assert call.differs(0, out, call.expected[0]) is None
+
+
+@pytest.mark.parametrize("name", ("counts wild", "halves silu 1.0 -1.0", "exact W4A16 offset"))
+def test_fused_cases(name, generator):
+    """Truncated BF16 is truncated alike in both."""
+    case = next(c for c in fused_cases() if c.name == name)
+    kernels = operator_named("nvfp4_group_mm_swiglu_quant").kernels
+    kernel = next(k for k in kernels if k.backend == "triton")
+    outcome = case.build(seed=seed_of(generator)).check(kernel)
+    assert outcome.status == "ok", outcome.detail

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from ...formats.gate_up import interleave_gate_up_rows
-from . import product
+from . import fused, product
+from .fused import group_mm_swiglu_quant
 from .product import group_mm, group_mm_ragged
 from .tactics import (
     DEFAULT_TACTIC,
@@ -19,7 +20,7 @@ from .tactics import (
     valid_clusters,
 )
 
-OPERATORS = (product.OPERATOR,)
+OPERATORS = (product.OPERATOR, fused.OPERATOR)
 
 __all__ = [
     "DEFAULT_TACTIC",
@@ -28,6 +29,7 @@ __all__ = [
     "group_mm",
     "group_mm_configs",
     "group_mm_ragged",
+    "group_mm_swiglu_quant",
     "interleave_gate_up_rows",
     "suggest_tactic",
     "valid_clusters",
@@ -48,9 +50,13 @@ def warm(device: torch.device, shape: tuple[int, ...]) -> list[Callable[[], Any]
         x = new(code, *leading, k // 2) if coded else new(brain, *leading, k)
         scales = new(code, *leading, k // 32) if coded else None
         counts = new(torch.int32, 1 + ragged)
+        one = new(torch.float32, 1)
+        if not ragged and n % 64 == 0:
+            for interleaved in (False, True):
+                given = (*weight, x, scales, one, counts, one, n, k)
+                group_mm_swiglu_quant(*given, interleaved=interleaved)
         function = group_mm_ragged if ragged else group_mm
-        out = new(brain, *leading, n)
-        return function(out, *weight, x, scales, new(torch.float32, 1), counts, n, k)
+        return function(new(brain, *leading, n), *weight, x, scales, one, counts, n, k)
 
     return [
         functools.partial(call, coded, ragged)

@@ -187,7 +187,7 @@ def _check_gated(
 
 
 @functools.lru_cache(maxsize=256)
-def _how(interleaved: bool, activation: str, beta: float, linear_beta: float) -> Gated:
+def gating(interleaved: bool, activation: str, beta: float, linear_beta: float) -> Gated:
     """Numbers that change nothing are dropped, so that they compile nothing anew."""
     if activation == "silu":
         return Gated(interleaved, activation, 1.0, -1.0)
@@ -205,10 +205,10 @@ _gated = Functional(
     outputs=lambda x2, *_: quantized(x2, *x2.shape[:-1], x2.shape[-1] // 2),
     problem=lambda x2, gscale, counts, *how: (
         {"x2": x2, "gscale": gscale, "expert_num_tokens": counts},
-        {"activation": _how(*how)},
+        {"activation": gating(*how)},
     ),
     launch=lambda run, x2, gscale, counts, interleaved, activation, beta, linear, *made: run(
-        x2, gscale, counts, _how(interleaved, activation, beta, linear), *made
+        x2, gscale, counts, gating(interleaved, activation, beta, linear), *made
     ),
 )
 
