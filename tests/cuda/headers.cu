@@ -137,7 +137,7 @@ __global__ void __launch_bounds__(128)
     };
     Sum d[N / 2];
 #pragma unroll
-    for (int i = 0; i < N / 2; ++i) d[i] = place(i) % 1000;
+    for (int i = 0; i < N / 2; ++i) d[i] = place(i) % 200;
     const u64 a = wgmma_descriptor(shared.base + 64 * wave * 128), b = wgmma_descriptor(b_base);
     wgmma_fence();
 #pragma unroll
