@@ -95,7 +95,7 @@ def _capture(call, inputs) -> tuple[torch.cuda.CUDAGraph, tuple[torch.Tensor, ..
 
 
 def test_scenario_13_graph_sees_inputs_changed_in_place(
-    run, accepted, sample, cuda_only, kernel, device
+    run, accepted, sample, is_forward, cuda_only, kernel, device
 ) -> None:
     changes = [dict(accepted()) for _ in range(2)]
     for name, static in accepted():

@@ -63,6 +63,7 @@ def test_pruning_keeps_the_two_largest_pairs(dtype, generator) -> None:
     if dtype is torch.float64:
         w[4] *= 1e300  # squares overflow
         w[5] *= 1e-300
+        w[6] *= 1e-310  # subnormal
     w = w.to(dtype)
     pruned = prune(w)
     assert pruned.dtype == dtype and pruned.shape == w.shape

@@ -368,6 +368,33 @@ def test_choices_are_legal() -> None:
                 assert triton.Config.from_dict(config.as_dict()) == config
 
 
+def test_a_tuned_table_is_asked_by_variant_and_sizes(monkeypatch) -> None:
+    """A row that `farro tune` wrote for an adapter's case is the one its problem finds."""
+    from farro.bench import adapter
+    from farro.bench.case import Options
+
+    for operator in ("nvfp4_quantize", "nvfp4_scatter"):
+        options = [Options(torch.device("cpu"), variant=v) for v in adapter(operator).variants]
+        cases = [adapter(operator).build({"m": 24, "n": 4, "k": 96}, o) for o in options]
+        for own, case in zip(options, cases):
+            want = triton.Config(2, 2, 77)
+            rows = [
+                {
+                    **{"backend": "triton", **o.settings, **c.sizes},
+                    "config": (want if o is own else triton.Config(4, 2, 99)).as_dict(),
+                }
+                for o, c in zip(options, cases)
+            ]
+            far = {
+                **rows[options.index(own)],
+                "k": 9600,
+                "config": triton.Config(4, 2, 5).as_dict(),
+            }
+            table = lambda name, device, r=(far, *rows): r  # noqa: E731
+            monkeypatch.setattr(triton, "table", table)
+            assert triton.config(case.problem()[1]) == want
+
+
 def test_more_than_a_grid_holds_is_refused() -> None:
     from farro import explain
 

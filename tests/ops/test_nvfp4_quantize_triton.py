@@ -86,8 +86,19 @@ def calls(experts: int = 32, cap: int = 64, k: int = 7168, tokens: int = 512) ->
     }
 
 
-@pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("name", list(calls()))
+def pairs() -> list:
+    """Every kernel for every chip; some of them on demand, since each takes half a second."""
+    common, first = ("quant_act", "silu", "plan"), ("sm_80", "sm_120")
+    return [
+        pytest.param(
+            *(name, arch), marks=() if name in common or arch in first else pytest.mark.slow
+        )
+        for name in calls()
+        for arch in ARCHS
+    ]
+
+
+@pytest.mark.parametrize("name, arch", pairs())
 def test_compiles(name, arch) -> None:
     pytest.importorskip("triton")
     from farro.triton_launch import compile_only, resources
@@ -231,16 +242,13 @@ def test_scenario_01_offsets_past_2_31_on_a_gpu(generator) -> None:
 
 @pytest.mark.gpu
 def test_nothing_synchronizes(generator) -> None:
-    x = torch.randn(4, 8, 64, generator=generator).bfloat16().cuda()
-    counts = torch.full((4,), 8, dtype=torch.int32, device="cuda")
-    one = torch.ones(1, device="cuda")
+    cases = [case for name in OPERATORS for case in CASES[name]() if case.quick]
+    calls = [case.build("cuda", seed_of(generator)) for case in cases]
     for backend in ("triton", "reference"):
-        nvfp4.quant_act(x, one, counts, 0, backend=backend)
-        nvfp4.silu_mul_quant_act(x, one, counts, 0, backend=backend)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        for backend in ("triton", "reference"):
-            nvfp4.quant_act(x, one, counts, 0, backend=backend)
-            nvfp4.silu_mul_quant_act(x, one, counts, 0, backend=backend)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+        for synchronizing in ("default", "error"):  # compile first
+            torch.cuda.set_sync_debug_mode(synchronizing)
+            try:
+                for call in calls:
+                    call.through(backend)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")

@@ -1,8 +1,12 @@
-"""The NVFP4 quantizers of rows in the benchmark: M rows of each of N experts, K columns."""
+"""The NVFP4 quantizers of rows in the benchmark: M rows of each of N experts, K columns.
+
+quant_rows takes M tokens, whatever N is.
+"""
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -44,7 +48,7 @@ def formula(x: torch.Tensor, gscale: torch.Tensor) -> tuple[torch.Tensor, torch.
 def build(sizes: Sizes, options: Options) -> Case:
     rows, experts, k, variant = sizes["m"], sizes["n"], sizes["k"], options.variant
     device, flat, gated = options.device, variant == "quant_rows", variant == VARIANTS[1]
-    shape = (experts * rows, k) if flat else (experts, rows, 2 * k if gated else k)
+    shape = (rows, k) if flat else (experts, rows, 2 * k if gated else k)
     x = torch.randn(shape, device=device).bfloat16()
     gscale = torch.ones(1, device=device)
     counts = torch.full((experts,), rows, dtype=torch.int32, device=device)
@@ -72,7 +76,7 @@ def build(sizes: Sizes, options: Options) -> Case:
         sizes={"m": rows, "n": experts, "k": k},
         options=options,
         ops=0,
-        nbytes=x.nbytes + experts * rows * (k // 2 + k // BLOCK),
+        nbytes=x.nbytes + math.prod(shape[:-1]) * (k // 2 + k // BLOCK),
         function=getattr(quantizers, variant),
         args=args,
         kwargs={},

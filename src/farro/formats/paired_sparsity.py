@@ -51,7 +51,7 @@ def _norms(pairs: torch.Tensor) -> torch.Tensor:
     wide = pairs.double()
     if pairs.dtype == torch.float64:  # squares of narrower types stay within float64
         exponent = torch.frexp(wide.abs().amax((-2, -1), keepdim=True)).exponent
-        wide = torch.ldexp(wide, -exponent.double())
+        wide = wide * torch.exp2(-exponent.clamp(-1000, 1000).double())
     even, odd = wide.unbind(-1)
     return (even * even).addcmul_(odd, odd).nan_to_num_(torch.inf, torch.inf)
 

@@ -117,9 +117,23 @@ def refuses(config: Config, problem: Problem) -> str | None:
     return f"{held} values a thread would spill" if held > _most(problem) else None
 
 
+def _row(problem: Problem) -> tuple[dict[str, str], dict[str, int]]:
+    """What a row of a tuned table says of such a problem: m rows or tokens, n experts, k."""
+    exact, shape = {"backend": "triton"}, source(problem).shape
+    sizes = {"m": math.prod(shape[:-1]), "k": _blocks(problem) * BLOCK}
+    if problem.operator == "nvfp4_scatter":
+        exact["variant"] = {"plan": "planned"}.get(by := str(problem.param("by")), by)
+    elif problem.operator == "nvfp4_quantize" and problem["expert_num_tokens"] is None:
+        exact["variant"] = "quant_rows"
+    elif problem.operator == "nvfp4_quantize":
+        gated = problem.param("activation") is not None
+        exact["variant"] = "silu_mul_quant_act" if gated else "quant_act"
+        sizes |= {"m": shape[1], "n": shape[0]}
+    return exact, sizes
+
+
 def config(problem: Problem) -> Config:
     """The tuned table's configuration for the nearest problem, else the heuristic's."""
-    shape = source(problem).shape
 
     def legal(values: dict[str, Any]) -> bool:
         try:
@@ -127,12 +141,8 @@ def config(problem: Problem) -> Config:
         except TypeError:  # a table of another version
             return False
 
-    found = nearest(
-        table(problem.operator, problem.arch.device),
-        {"backend": "triton"},
-        {"m": math.prod(shape[:-1]), "k": shape[-1]},
-        legal,
-    )
+    exact, sizes = _row(problem)
+    found = nearest(table(problem.operator, problem.arch.device), exact, sizes, legal)
     return heuristic(problem) if found is None else Config.from_dict(found)
 
 
@@ -191,6 +201,7 @@ def _launch(
 _DENSE = (0, None, None, None, 1, 2, 4, 5)
 _SCATTER = (0, 1, 2, 3, 4, 5, 8, 9)
 _COPY = (0, 1, 2, 3, 5, 6)
+_PLAIN = Gated(False, "silu", 1.0, -1.0)
 
 
 def prepare_quantize(
@@ -205,8 +216,9 @@ def prepare_quantize(
     from .triton_kernel import quantize_regions
 
     experts, rows, blocks = sfb.shape
-    gated = how and (how.interleaved, how.activation == "situ", how.beta, how.linear_beta)
-    constants = (False, gscale.shape[0] > 1, gated)
+    gated = how or _PLAIN
+    activation = (gated.interleaved, gated.activation == "situ", gated.beta, gated.linear_beta)
+    constants = (False, gscale.shape[0] > 1, how is not None, *activation)
     numbers = (0, 0, rows, experts, blocks)
     items = rows * -(-blocks // config.blocks)
     return _launch(config, quantize_regions, _DENSE, numbers, constants, items, experts)
@@ -237,7 +249,7 @@ def prepare_scatter(
     routes = 0 if topk_weights is None else topk_weights.numel()
     numbers = (a1.shape[0], routes, cap, experts, blocks)
     regions = 1 if ragged else experts
-    constants = (ragged, per_expert, None)
+    constants = (ragged, per_expert, False, False, False, 1.0, -1.0)
     return _launch(config, quantize_regions, _SCATTER, numbers, constants, cap * tiles, regions)
 
 

@@ -64,17 +64,17 @@ def _tanh(x):
 
 
 @triton.jit
-def gated(gate, up, GATED: tl.constexpr):
-    """FP32 gate and up (of BF16 values) -> FP32 of a BF16 value.
+def gated(gate, up, SITU: tl.constexpr, BETA: tl.constexpr, LINEAR: tl.constexpr):
+    """FP32 gate and up (of BF16 values) -> FP32 of a BF16 value, by silu or situ.
 
-    GATED is (interleaved, "situ", beta, linear_beta); linear_beta at or below 0 leaves up as it is.
+    LINEAR at or below 0 leaves up as it is.
     """
-    if GATED[1]:
+    if SITU:
         g = gate.to(tl.float64)
         u = up.to(tl.float64)
-        value = GATED[2] * _tanh(g / GATED[2]) / (1.0 + tl.exp(-g))
-        if GATED[3] > 0:
-            u = GATED[3] * _tanh(u / GATED[3])
+        value = BETA * _tanh(g / BETA) / (1.0 + tl.exp(-g))
+        if LINEAR > 0:
+            u = LINEAR * _tanh(u / LINEAR)
         return bf16_rounded((value * u).to(tl.float32))
     else:
         return bf16_rounded(bf16_rounded(_silu(gate)) * up)

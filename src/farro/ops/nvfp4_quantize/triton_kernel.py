@@ -63,24 +63,37 @@ def _quantize(value, gscale, b_act, sfb, row, blocks, block, inside, BLOCKS: tl.
 
 
 @triton.jit
-def _load(x, row, blocks, block, inside, GATED: tl.constexpr):
-    """One row's tile in FP32: its BF16 values, or those of gate and up combined."""
+def _load(x, row, blocks, block, inside):
+    """One row's tile [BLOCKS, 32] of BF16 values, in FP32."""
+    at = row * (blocks * 32) + block[:, None] * 32 + tl.arange(0, 32)[None, :]
+    return tl.load(x + at, mask=inside[:, None], other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _load_gated(
+    x,
+    row,
+    blocks,
+    block,
+    inside,
+    INTERLEAVED: tl.constexpr,
+    SITU: tl.constexpr,
+    BETA: tl.constexpr,
+    LINEAR: tl.constexpr,
+):
+    """The same of gate and up, combined."""
     lane = tl.arange(0, 32)[None, :]
     mask = inside[:, None]
-    if GATED is None:
-        at = row * (blocks * 32) + block[:, None] * 32 + lane
-        return tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
+    start = row * (blocks * 64)
+    if INTERLEAVED:  # 8 gate columns, then 8 up columns
+        at = start + block[:, None] * 64 + (lane // 8) * 16 + lane % 8
+        other = at + 8
     else:
-        start = row * (blocks * 64)
-        if GATED[0]:  # 8 gate columns, then 8 up columns
-            at = start + block[:, None] * 64 + (lane // 8) * 16 + lane % 8
-            other = at + 8
-        else:
-            at = start + block[:, None] * 32 + lane
-            other = at + blocks * 32
-        gate = tl.load(x + at, mask=mask, other=0.0)
-        up = tl.load(x + other, mask=mask, other=0.0)
-        return gated(gate.to(tl.float32), up.to(tl.float32), GATED)
+        at = start + block[:, None] * 32 + lane
+        other = at + blocks * 32
+    gate = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(x + other, mask=mask, other=0.0).to(tl.float32)
+    return gated(gate, up, SITU, BETA, LINEAR)
 
 
 @triton.jit
@@ -122,6 +135,10 @@ def quantize_regions(
     RAGGED: tl.constexpr,
     PER_EXPERT: tl.constexpr,
     GATED: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    SITU: tl.constexpr,
+    BETA: tl.constexpr,
+    LINEAR: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
     """Rows of one region, an expert or (RAGGED, or without counts) all there are: [rows] of them.
@@ -149,7 +166,12 @@ def quantize_regions(
         inside = block < blocks
         place = first + row
         if src_tok is None:
-            value = _load(x, place, blocks, block, inside, GATED)
+            if GATED:
+                value = _load_gated(
+                    *(x, place, blocks, block, inside), INTERLEAVED, SITU, BETA, LINEAR
+                )
+            else:
+                value = _load(x, place, blocks, block, inside)
             _quantize(value, factor, b_act, sfb, place, blocks, block, inside, BLOCKS)
         else:
             token = tl.load(src_tok + place)
@@ -159,7 +181,7 @@ def quantize_regions(
                 route = tl.load(src_route + place)
                 used = used & (route >= 0) & (route < routes)
             if used:
-                value = _load(x, token.to(tl.int64), blocks, block, inside, None)
+                value = _load(x, token.to(tl.int64), blocks, block, inside)
                 if weights is not None:
                     value = bf16_rounded(value * tl.load(weights + route))
                 if PER_EXPERT and RAGGED:
@@ -218,7 +240,7 @@ def quantize_routes(
         if kept & (row < tl.load(counts + expert)):
             token = tl.load(flat_tok + route)
             if (token >= 0) & (token < tokens):
-                value = _load(x, token, blocks, block, inside, None)
+                value = _load(x, token, blocks, block, inside)
                 if weights is not None:
                     value = bf16_rounded(value * tl.load(weights + route))
                 if PER_EXPERT:
