@@ -270,7 +270,8 @@ def test_a_tile_is_pinned_by_number_and_named():
         config = next(row.config for row in told.rows if row.kernel == told.chosen)
         assert getattr(config, "name", "reference") == tile
         passed = [row.verdict for row in told.rows if row.kernel != told.chosen]
-        assert all(f"variant {variant} pins {tile} of {told.chosen}" in v for v in passed)
+        pins = f"variant {variant} pins {tile} of {told.chosen}"
+        assert all(v == pins or v.startswith("needs ") for v in passed)
         if not torch.cuda.is_available():
             residual = torch.ones(32, dtype=BF16)
             out = farro.fp8_linear_residual_bf16(x, weight, residual, variant=variant)
