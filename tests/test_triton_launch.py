@@ -87,6 +87,22 @@ def test_addresses_and_encoded_descriptors(monkeypatch):
     assert made == [(1, y.data_ptr()), (1, x.data_ptr())]
 
 
+def test_numbers_in_place_of_tensors_are_those_of_the_call(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(triton_launch, "current_stream", lambda device: 99)
+    fired = []
+    launcher = Launcher(object(), "key", 0, (1, 1, 1), (5,), {}, (None, None))
+    launcher._fire = lambda stream, args: fired.append(list(args))
+    x = torch.zeros(4)
+    for number in (0.5, -2.0):
+        launcher(x, number)
+    assert fired == [[x.data_ptr(), 0.5, 5], [x.data_ptr(), -2.0, 5]]
+    codes = torch.zeros(4).to(torch.float8_e4m3fn)
+    made = triton_launch.arguments((codes, 0.5, None), (None, None, None), True)
+    assert made[0].dtype is torch.uint8 and made[1:] == [0.5, None]
+    assert triton_launch.arguments((codes,), (None,), False)[0] is codes
+
+
 def test_a_cold_kernel_under_capture_names_the_way_out(monkeypatch):
     class NoDevice:
         def __init__(self, index):

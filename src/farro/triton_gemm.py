@@ -13,7 +13,7 @@ import torch
 
 from .dispatch import remember
 from .problem import Problem, TensorSpec
-from .triton_launch import Launcher, leading_stride, specialization
+from .triton_launch import Launcher, arguments, leading_stride, specialization
 
 LONGEST = 2**31 - 2**10  # an index rounded up to whole tiles or loop steps stays an int32
 
@@ -71,14 +71,10 @@ class Launch:
     options: dict[str, Any]
     fp8_as_bytes: bool = False
 
-    def args(self, *tensors: torch.Tensor | None) -> tuple[Any, ...]:
+    def args(self, *tensors: torch.Tensor | float | None) -> tuple[Any, ...]:
         """Complete positional arguments, for run()'s tensors; they may be meta tensors."""
-        made: list[Any] = []
-        for index, make in zip(self.order, self.descriptors):
-            tensor = tensors[index] if index >= 0 else None
-            if self.fp8_as_bytes and tensor is not None and tensor.dtype is torch.float8_e4m3fn:
-                tensor = tensor.view(torch.uint8)
-            made.append(tensor if make is None or tensor is None else make(tensor))
+        taken = [tensors[index] if index >= 0 else None for index in self.order]
+        made = arguments(taken, self.descriptors, self.fp8_as_bytes)
         return (*made, *self.numbers, *self.constants)
 
 
@@ -102,15 +98,18 @@ class Bound:
         launcher(*[args[i] if i >= 0 else None for i in order])
 
 
-def _launcher(call: Launch, tensors: Sequence[torch.Tensor | None]) -> Launcher:
+def _launcher(call: Launch, tensors: Sequence[torch.Tensor | float | None]) -> Launcher:
     last = tensors[-1]
-    assert last is not None
+    assert isinstance(last, torch.Tensor)
     key = (
         call.kernel,
         last.device.index,
         call.constants,
         tuple(call.options.items()),
-        tuple(None if t is None else (t.dtype, t.data_ptr() % 16 == 0) for t in tensors),
+        tuple(
+            (t.dtype, t.data_ptr() % 16 == 0) if isinstance(t, torch.Tensor) else type(t)
+            for t in tensors
+        ),
         *(specialization(n) for i, n in enumerate(call.numbers) if i != call.rows),
     )
     return Launcher(
@@ -123,11 +122,12 @@ def run_bound(
     bounds: dict[Any, Callable[..., None]],
     prepare: Callable[..., Launch],
     config: Any,
-    tensors: Sequence[torch.Tensor | None],
+    tensors: Sequence[torch.Tensor | float | None],
     *rest: Any,
 ) -> None:
     """Run through a Bound that is kept in `bounds` for calls alike in all but addresses."""
-    key = (config, *rest, *(None if t is None else TensorSpec.of(t) for t in tensors))
+    kinds = (TensorSpec.of(t) if isinstance(t, torch.Tensor) else type(t) for t in tensors)
+    key = (config, *rest, *kinds)
     bound = bounds.get(key)
     if bound is None:
         bound = Bound(prepare, config, len(tensors))

@@ -35,7 +35,8 @@ class Launcher:
     """Launches of one kernel on one device whose arguments differ in their addresses alone.
 
     Tensor arguments come first, then `rest`: integers and constexprs, complete. `descriptors[i]`
-    makes the tensor descriptor of the i-th tensor, or is None where a pointer is passed.
+    makes the tensor descriptor of the i-th tensor, or is None where a pointer is passed. In place
+    of a tensor there may be a float, another one at each call.
     `key` tells kernels apart that Triton would compile differently.
     """
 
@@ -50,7 +51,7 @@ class Launcher:
     _fire: Callable[[int, Sequence[Any]], None] | None = field(default=None, repr=False)
     _encoded: dict[tuple[int, int], list[Any]] = field(default_factory=dict, repr=False)
 
-    def __call__(self, *tensors: torch.Tensor | None) -> None:
+    def __call__(self, *tensors: torch.Tensor | float | None) -> None:
         """Launch on the current stream of the device, whatever device is current."""
         if self._fire is None or _hooked():
             self._front_door(tensors)
@@ -61,8 +62,8 @@ class Launcher:
             return
         args: list[Any] = []
         for i, (tensor, descriptor) in enumerate(zip(tensors, self.descriptors)):
-            if tensor is None:
-                args.append(None)
+            if tensor is None or isinstance(tensor, float):
+                args.append(tensor)
             elif descriptor is None:
                 args.append(tensor.data_ptr())
             else:
@@ -71,7 +72,7 @@ class Launcher:
         args.extend(self.rest)
         self._fire(current_stream(self.device), args)
 
-    def _front_door(self, tensors: Sequence[torch.Tensor | None]) -> None:
+    def _front_door(self, tensors: Sequence[torch.Tensor | float | None]) -> None:
         if interpreting():
             self.kernel[self.grid](*self._args(tensors), **self.options)
             return
@@ -87,13 +88,8 @@ class Launcher:
         _COMPILED[self.key] = compiled
         self._fire = _direct(compiled, self.grid)
 
-    def _args(self, tensors: Sequence[torch.Tensor | None]) -> list[Any]:
-        made: list[Any] = []
-        for tensor, descriptor in zip(tensors, self.descriptors):
-            if self.fp8_as_bytes and tensor is not None and tensor.dtype is torch.float8_e4m3fn:
-                tensor = tensor.view(torch.uint8)
-            made.append(tensor if descriptor is None or tensor is None else descriptor(tensor))
-        return [*made, *self.rest]
+    def _args(self, tensors: Sequence[torch.Tensor | float | None]) -> list[Any]:
+        return [*arguments(tensors, self.descriptors, self.fp8_as_bytes), *self.rest]
 
     def _encode(self, address: tuple[int, int], tensor: torch.Tensor) -> list[Any]:
         """A descriptor as the launcher takes it; it depends on the address alone."""
@@ -110,6 +106,23 @@ class Launcher:
             self._encoded.clear()
         self._encoded[address] = encoded
         return encoded
+
+
+def arguments(
+    tensors: Sequence[torch.Tensor | float | None],
+    descriptors: Sequence[Callable[[torch.Tensor], Any] | None],
+    fp8_as_bytes: bool,
+) -> list[Any]:
+    """What stands for tensors at Triton's front door: themselves, descriptors, or bytes."""
+    made: list[Any] = []
+    for tensor, descriptor in zip(tensors, descriptors):
+        if not isinstance(tensor, torch.Tensor):
+            made.append(tensor)
+            continue
+        if fp8_as_bytes and tensor.dtype is torch.float8_e4m3fn:
+            tensor = tensor.view(torch.uint8)
+        made.append(tensor if descriptor is None else descriptor(tensor))
+    return made
 
 
 def leading_stride(tensor: torch.Tensor) -> int:

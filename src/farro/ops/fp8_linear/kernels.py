@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ...dispatch import Kernel, Operator
-from . import cpu, sm90
+from . import cpu, sm90, triton
 from .checks import FUNCTIONS
 from .variants import Pinning, Tiles
 
@@ -36,6 +36,21 @@ PINNING = Pinning(
             ),
             cpu.variants,
             cpu.refuses,
+        ),
+        Tiles(
+            Kernel(
+                "fp8_linear.triton",
+                "triton",
+                run="ops.fp8_linear.triton:run",
+                bind="ops.fp8_linear.triton:bind",
+                needs=frozenset({"triton"}),
+                why_not=triton.why_not,
+                config=triton.config,
+                must_run=triton.must_run,
+                configs=triton.candidates,
+            ),
+            triton.variants,
+            triton.refuses,
         ),
         Tiles(
             Kernel(
