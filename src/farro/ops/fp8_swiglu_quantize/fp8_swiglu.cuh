@@ -28,9 +28,14 @@ __device__ __forceinline__ float scale_of(u32 largest) {
   return scale < 1e-12f ? 1e-12f : scale;  // NaN stays
 }
 
+// What values are multiplied by; NaN where the scale is not finite, so that all codes are.
+__device__ __forceinline__ float inverse_of(float scale) {
+  const float infinity = __uint_as_float(0x7f800000);
+  return scale < infinity ? __fdiv_rn(1.0f, scale) : __uint_as_float(0x7fffffff);
+}
+
 // Four codes of neighbouring columns; beyond +-448 they saturate, NaN stays NaN.
-__device__ __forceinline__ u32 codes_of(float a, float b, float c, float d,
-                                               float inverse) {
+__device__ __forceinline__ u32 codes_of(float a, float b, float c, float d, float inverse) {
   u16 low, high;
   asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;"
       : "=h"(low)

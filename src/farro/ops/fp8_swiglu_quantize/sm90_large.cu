@@ -45,15 +45,15 @@ __device__ __forceinline__ void finish_row(const Problem& p, const Output& o,
   largest = max(largest, __shfl_xor_sync(~0u, largest, 1));
   largest = max(largest, __shfl_xor_sync(~0u, largest, 2));
   const float scale = scale_of(largest);
-  const float inverse = __fdiv_rn(1.0f, scale);
+  const float inverse = inverse_of(scale);
   if (row >= p.m) return;
   if (lane % 4 == 0) o.scale[row * o.scale_row + column_tile * o.scale_block] = scale;
   u8* to = o.codes + row * o.codes_row + first;
 #pragma unroll
   for (int j = 0; j < kColumns / 16; ++j) {
     const float* v = gate + 8 * j + half;
-    const float four[4] = {v[0], v[1], v[4], v[5]};
-    if (first + 16 * j < o.columns) *reinterpret_cast<u32*>(to + 16 * j) = codes_of(four[0], four[1], four[2], four[3], inverse);
+    if (first + 16 * j < o.columns)
+      *reinterpret_cast<u32*>(to + 16 * j) = codes_of(v[0], v[1], v[4], v[5], inverse);
   }
 }
 

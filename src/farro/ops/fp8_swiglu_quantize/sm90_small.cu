@@ -199,7 +199,7 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
     for (int step = 1; step < 16; step *= 2)
       largest = max(largest, __shfl_xor_sync(here, largest, step));
-    const float scale = scale_of(largest), inverse = __fdiv_rn(1.0f, scale);
+    const float scale = scale_of(largest), inverse = inverse_of(scale);
     const i64 row = first_token + token;
     if (row < p.m) {
       if (inner == 0) o.scale[row * o.scale_row + column_tile * o.scale_block] = scale;
