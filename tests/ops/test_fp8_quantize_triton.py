@@ -25,6 +25,7 @@ FUNCTIONS = {kind: getattr(farro, f"quantize_fp8_{kind}") for kind in KINDS}
 each_kind = pytest.mark.parametrize("kind", KINDS)
 
 
+@pytest.mark.slow  # half a minute; the kernels are compiled for five architectures in any run
 def test_in_the_interpreter():
     run_again("fp8_quantize.py")
 

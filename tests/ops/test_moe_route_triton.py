@@ -20,6 +20,7 @@ KERNELS = {
 }
 
 
+@pytest.mark.slow  # half a minute; the kernels are compiled for five architectures in any run
 def test_in_the_interpreter():
     run_again("moe_route.py")
 

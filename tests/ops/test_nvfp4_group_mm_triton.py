@@ -17,6 +17,7 @@ from .triton_interpreter import run_again
 KERNEL = next(k for k in operator_named("nvfp4_group_mm").kernels if k.backend == "triton")
 
 
+@pytest.mark.slow  # half a minute; the kernels are compiled for five architectures in any run
 def test_in_the_interpreter():
     run_again("nvfp4_group_mm.py")
 

@@ -24,6 +24,7 @@ def seed_of(generator: torch.Generator) -> int:
     return int(torch.randint(2**31, (1,), generator=generator))
 
 
+@pytest.mark.slow  # half a minute; the kernels are compiled for five architectures in any run
 def test_in_the_interpreter() -> None:
     run_again("nvfp4_quantize.py")
 

@@ -52,7 +52,7 @@ def decode_e2m1(codes: torch.Tensor) -> torch.Tensor:
     # by bits rather than from a table, which a GPU would wait for
     magnitude = (codes & 7).to(torch.int32)
     normal = ((magnitude << 22) + 0x3F000000).view(torch.float32)
-    value = torch.where(magnitude < 2, magnitude * 0.5, normal)
+    value = torch.where(magnitude < 2, magnitude.float() * 0.5, normal)
     return torch.where(codes > 7, -value, value)
 
 
