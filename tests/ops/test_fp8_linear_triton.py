@@ -33,6 +33,7 @@ E4M3, BF16 = torch.float8_e4m3fn, torch.bfloat16
 ARCHS = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120")
 
 
+@pytest.mark.slow  # half a minute; the kernels are compiled for five architectures in any run
 def test_in_the_interpreter():
     run_again("fp8_linear.py")
 
