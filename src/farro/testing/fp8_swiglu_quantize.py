@@ -16,7 +16,6 @@ from .compare import FP8_PROMOTED_SUM
 from .fp8_blockwise_linear import codes_of, magnitude_of, scales_of, sum_error_of
 from .layouts import Guarded, guarded, laid_out
 
-_U = 2.0**-8  # half the spacing of BF16 at 1
 _F32 = 2.0**-20  # a few roundings to FP32
 
 
@@ -139,11 +138,13 @@ def far_from_swiglu(
     gate_magnitude: torch.Tensor,
     up_magnitude: torch.Tensor,
     sum_error: float,
+    rounding: float = 2.0**-8,
 ) -> str | None:
     """What of q [M,N] and scale [M, ceil(N/128)] lies too far from the exact SwiGLU, or None.
 
     gate, up and the sums of magnitudes behind them are float64 [M,N]. Errors are followed through
-    the formula: of both sums (`sum_error`), of two roundings to BF16, and of one to E4M3:
+    the formula: of both sums (`sum_error`), of two roundings to BF16 (`rounding`, half the spacing
+    at 1), and of one to E4M3:
 
         |v - silu(gate) up|        <= D, the first four of these
         |scale - max|v| / 448|     <= max(D) / 448 over the group
@@ -160,7 +161,7 @@ def far_from_swiglu(
     exact = torch.nn.functional.silu(gate) * up
     past = torch.stack((gate, up, exact)).abs().amax(0) > torch.finfo(torch.bfloat16).max
     exact = exact.masked_fill(past, torch.inf)  # in FP32 and BF16 it is infinite, or NaN
-    error = _error_of_v(gate, up, gate_magnitude, up_magnitude, sum_error)
+    error = _error_of_v(gate, up, gate_magnitude, up_magnitude, sum_error, rounding)
     groups = torch.arange(q.shape[1]) // BLOCK
     largest, allowed = (_of_groups(t).nan_to_num(posinf=torch.inf) for t in (exact.abs(), error))
     finite = _of_groups((~exact.isfinite()).double()) == 0
@@ -191,6 +192,7 @@ def _error_of_v(
     gate_magnitude: torch.Tensor,
     up_magnitude: torch.Tensor,
     sum_error: float,
+    rounding: float,
 ) -> torch.Tensor:
     """A bound of |v - silu(gate) up|."""
     silu = torch.nn.functional.silu(gate).abs()
@@ -199,9 +201,9 @@ def _error_of_v(
     sigmoid = torch.sigmoid(gate)
     slope = (sigmoid * (1 + gate * (1 - sigmoid))).abs()
     in_silu = in_gate * (slope + in_gate / 2)  # the second derivative is at most 1/2
-    in_silu = in_silu + _U * (silu + in_silu) + _F32 * silu + 2.0**-133
+    in_silu = in_silu + rounding * (silu + in_silu) + _F32 * silu + 2.0**-133
     in_product = in_silu * (up.abs() + in_up) + silu * in_up
-    return in_product + _U * (silu * up.abs() + in_product) + 2.0**-133
+    return in_product + rounding * (silu * up.abs() + in_product) + 2.0**-133
 
 
 def _of_groups(values: torch.Tensor) -> torch.Tensor:

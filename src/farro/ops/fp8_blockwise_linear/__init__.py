@@ -14,7 +14,7 @@ from ...checks import check_no_overlap
 from ...dispatch import Kernel, Operator, explained_by, remember, select
 from ...formats.fp8 import E4M3, blocks
 from ...problem import Problem, kind_of
-from . import cpu, sm90
+from . import cpu, sm90, triton
 from .checks import BIAS_DTYPES, NAME, check, check_arguments
 
 KERNELS = (
@@ -37,6 +37,17 @@ KERNELS = (
         needs=frozenset({"cpu"}),
         config=cpu.config,
         must_run=lambda problem: True,
+    ),
+    Kernel(
+        "fp8_blockwise_linear.triton",
+        "triton",
+        run="ops.fp8_blockwise_linear.triton:run",
+        bind="ops.fp8_blockwise_linear.triton:bind",
+        needs=frozenset({"triton"}),
+        why_not=triton.why_not,
+        config=triton.config,
+        must_run=triton.must_run,
+        configs=triton.candidates,
     ),
     Kernel(
         "fp8_blockwise_linear.reference",
