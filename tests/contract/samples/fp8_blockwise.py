@@ -75,7 +75,7 @@ def _linear(
 
 
 def _linear_required(backend: str, problem: Problem) -> bool:
-    return backend in ("reference", "cpu")
+    return backend in ("reference", "cpu", "triton")
 
 
 def _linear_empty(inputs: dict[str, Any]) -> tuple[torch.Tensor, ...]:

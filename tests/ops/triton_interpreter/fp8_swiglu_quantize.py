@@ -59,15 +59,15 @@ def written_by(config: Config, call) -> tuple[torch.Tensor, torch.Tensor]:
 
 @forced
 def test_every_family(config, generator):
-    # 19 rows and 150 columns leave tails in every tile, 400 one in the last block
-    for k, scales in ((400, "usual"), (256, "signed"), (16, "zero")):
+    # 19 rows and 150 columns leave tails in every tile, 208 one in the last block
+    for k, scales in ((208, "usual"), (16, "zero")):
         call = SwigluCase("forced", 19, 150, k, scales=scales).build(seed=seed_of(generator))
         found = far_from_swiglu(*written_by(config, call), *call.products, FP32_SUM, TRUNCATED)
         assert found is None, f"k={k}: {found}"
 
 
 def test_every_family_gives_the_same_bits_where_sums_are_exact(generator):
-    case = SwigluCase("exact", 35, 140, 304, codes="small", scales="powers")
+    case = SwigluCase("exact", 20, 140, 144, codes="small", scales="powers")
     call = case.build(seed=seed_of(generator))
     want = written_by(FORCED[0], call)
     for config in FORCED[1:]:
@@ -90,10 +90,10 @@ def test_cases(case, generator, monkeypatch):
 
 
 def test_rows_do_not_depend_on_the_batch(generator):
-    call = SwigluCase("batch", 40, 140, 300).build(seed=seed_of(generator))
+    call = SwigluCase("batch", 20, 140, 144).build(seed=seed_of(generator))
     q, scale = written_by(FORCED[1], call)
     for m in (1, 17):
-        part = SwigluCase("batch", 40, 140, 300).build()
+        part = SwigluCase("batch", 20, 140, 144).build()
         part.inputs = {
             name: dataclasses.replace(place, view=place.view[:m] if "input" in name else place.view)
             for name, place in call.inputs.items()

@@ -39,7 +39,7 @@ def _finish(
     BIAS_AXIS: tl.constexpr,
     GELU: tl.constexpr,
 ):
-    """Add the bias, apply GELU, convert once, store. BIAS_AXIS: 0 rows of out, 1 columns, -1 none."""
+    """Add the bias, apply GELU, convert once, store. BIAS_AXIS: 0 rows of out, 1 columns, or -1."""
     in_m = rows < m
     in_n = columns < n
     if BIAS_AXIS == 0:

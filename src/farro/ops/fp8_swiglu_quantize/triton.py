@@ -161,7 +161,8 @@ def candidates(problem: Problem) -> list[Config]:
     def plausible(c: Config) -> bool:
         if m <= 64:
             return c.swap and c.tokens == narrow and c.group_m == 8
-        return c.tokens >= min(64, narrow) and c.tokens <= 2 * narrow and c.stages <= 4
+        banded = c.group_m == 8 or (m > 512 and c.family == "descriptors")
+        return banded and min(64, narrow) <= c.tokens <= 2 * narrow and c.stages <= 4
 
     found = [c for c in configs(problem) if plausible(c)]
     usual = heuristic(problem)

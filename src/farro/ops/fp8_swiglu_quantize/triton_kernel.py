@@ -21,11 +21,7 @@ def _multiply(of_x, of_w, partial, SWAP: tl.constexpr, DECODE: tl.constexpr):
     """partial + the product of a tile of x and one of w, in the order of the output."""
     if DECODE:
         of_x, of_w = decode(of_x), decode(of_w)
-    if SWAP:
-        partial = tl.dot(of_w, of_x, acc=partial)
-    else:
-        partial = tl.dot(of_x, of_w, acc=partial)
-    return partial
+    return tl.dot(of_w, of_x, acc=partial) if SWAP else tl.dot(of_x, of_w, acc=partial)
 
 
 @triton.jit
