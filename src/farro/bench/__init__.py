@@ -20,6 +20,8 @@ OPERATORS = (
     "moe_finalize",
     "nvfp4_quantize",
     "nvfp4_scatter",
+    "nvfp4_group_mm",
+    "nvfp4_moe",
 )
 
 
