@@ -175,6 +175,45 @@ def test_stops_at_its_budget_and_says_so(tmp_path):
     assert results.load(output)["settings"]["stopped_early"] is True
 
 
+@pytest.mark.parametrize(
+    ("operator", "first"),
+    [
+        ("nvfp4_moe", {"m": 128, "variant": "gate_up", "n": 768}),
+        ("nvfp4_group_mm", {"m": 16, "variant": "w4a4", "n": 4096, "k": 7168, "e": 32}),
+    ],
+)
+def test_a_budget_runs_the_most_telling_cases_first(operator, first, monkeypatch):
+    found = adapter(operator)
+    seen = []
+
+    def run_case(session, plan):
+        seen.append({**plan.sizes, "variant": plan.options.variant, "set": plan.group})
+        return []
+
+    monkeypatch.setattr(runner, "run_case", run_case)
+    sets = {name: found.shapes[name] for name in ("dense", "heldout", "default")}
+    options = [Options(CPU, variant=name) for name in found.variants[::-1]]
+    listed = list(plans.cases(found, sets, None, options))
+    session = runner.open_session(found, CPU, [], None, quick=True, deadline=math.inf)
+    runner.run(session, listed)
+    assert len(seen) == len(listed) and first.items() <= seen[0].items()
+    assert [case["set"] for case in seen].index("dense") == sum(c["set"] != "dense" for c in seen)
+    if operator == "nvfp4_moe":
+        assert session.result["settings"]["routing"]["seed"] == 20261129
+        assert {case["n"] for case in seen[:4]} == {768, 1536, 14336, 2048}
+
+
+def test_a_shape_with_rows_of_its_own_is_taken_with_those():
+    found = adapter("nvfp4_group_mm")
+    sets = plans.parse_shapes(found, "default,64x96,64x96x2")
+    assert sets["given"] == ({"n": 64, "k": 96}, {"n": 64, "k": 96, "e": 2})
+    listed = list(plans.cases(found, {"default": sets["default"]}, None, [Options(CPU)]))
+    assert len(listed) == len(sets["default"]) == 12
+    assert {"e": 8, "m": 2048, "n": 28672, "k": 4096} in [plan.sizes for plan in listed]
+    listed = list(plans.cases(found, {"default": sets["default"]}, (1, 2), [Options(CPU)]))
+    assert [plan.sizes["m"] for plan in listed] == [1, 2] * 12
+
+
 def test_cold_runs_flush_more_than_the_cache():
     """By reading: lines that were written would go back to memory during the call."""
     clock = timing.CpuTimer(cold=True)

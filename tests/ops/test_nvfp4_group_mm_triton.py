@@ -51,6 +51,30 @@ def test_chosen_configurations_are_legal():
                 assert triton.Config.from_dict(config.as_dict()) == config
 
 
+def test_a_table_serves_the_form_that_it_was_tuned_for(monkeypatch):
+    """By the benchmark's names; ragged rows count as those of an expert on average."""
+    tuned = {
+        ("w4a4", 16): (64, 16, 4, 3),
+        ("w4a16", 16): (64, 16, 8, 3),
+        ("ragged", 16): (128, 16, 8, 3),
+        ("ragged", 48): (128, 16, 4, 3),
+    }
+    rows = [
+        {"backend": "triton", "variant": name, "m": m, "e": 8, "n": 256, "k": 512}
+        | {"config": triton.Config(*tile).as_dict()}
+        for (name, m), tile in tuned.items()
+    ]
+    monkeypatch.setattr(triton, "table", lambda operator, device: tuple(rows))
+    for how, key in (
+        ({}, ("w4a4", 16)),
+        ({"coded": False}, ("w4a16", 16)),
+        ({"ragged": True}, ("ragged", 16)),
+        ({"coded": False, "ragged": True}, ("w4a16", 16)),
+    ):
+        assert triton.config(problem_of(8, 256, 512, 16, **how)) == triton.Config(*tuned[key])
+    assert triton.config(problem_of(8, 256, 512, 48, ragged=True)).warps == 4
+
+
 def test_tactics_are_taken_or_refused():
     names = nvfp4.group_mm_configs()
     for config_id, name in enumerate(names):

@@ -121,6 +121,8 @@ class Adapter:
     max_error: float = 1e-2  # of any right result against the truth
     ceiling: Callable[[torch.device], Subject | Missing] | None = None
     ceiling_ops: Callable[[torch.device], int] = lambda device: 0
+    rank: Callable[[Sizes, Options], int] = lambda sizes, options: 0  # the lowest is run first
+    about: Mapping[str, Any] = field(default_factory=dict)  # what results tell among settings
     summary: str = ""
 
 

@@ -15,8 +15,15 @@ from .grouped_peers import Experts, grouped
 from .sparse_experts import Weight, factor, multiple_of_32, weight
 
 VARIANTS = ("w4a4", "w4a16", "ragged", "fused")
+# each with its own rows: what other libraries were measured at
+EQUAL = (
+    *((32, 16, 4096, 7168), (128, 8, 1536, 2048), (8, 16, 28672, 4096), (32, 512, 4096, 7168)),
+    *((128, 8, 2048, 768), (32, 64, 4096, 7168), (32, 16, 7168, 2048), (8, 16, 4096, 14336)),
+    *((32, 2048, 4096, 7168), (8, 2048, 28672, 4096), (32, 4, 4096, 7168), (8, 2, 28672, 4096)),
+)
 SHAPES = {
-    "default": (
+    "default": tuple({"n": n, "k": k, "e": e, "m": m} for e, m, n, k in EQUAL),
+    "grid": (
         {"n": 1536, "k": 2048, "e": 128},
         {"n": 2048, "k": 768, "e": 128},
         {"n": 4096, "k": 7168, "e": 32},
@@ -28,8 +35,10 @@ SHAPES = {
     "cpu": ({"n": 512, "k": 1024, "e": 8},),
     "dense": ({"n": 4096, "k": 7168, "e": 32},),
 }
+_GRID = (2, 4, 8, 16, 64, 512, 2048)
 ROWS = {
-    "default": (2, 4, 8, 16, 64, 512, 2048),
+    "default": _GRID,
+    "grid": _GRID,
     "heldout": (3, 24, 200),
     "cpu": (1, 8, 64),
     "dense": tuple(range(1, 257)),
@@ -61,15 +70,15 @@ def build(sizes: Sizes, options: Options) -> Case:
     def value(result: Any) -> torch.Tensor:
         if fused:
             return dequantize_act(result[0], result[1], gscale).double()
-        rows_of: torch.Tensor = result.view(experts, rows, n)
-        return rows_of
+        products: torch.Tensor = result.view(experts, rows, n)
+        return products
 
     def forced(function: Any, config: Any) -> torch.Tensor:
         function(config, out, *operands)
         return out
 
     def others() -> Iterator[Subject | Missing]:
-        yield from grouped(Experts(x, functools.partial(_bf16, made)))
+        yield from grouped(Experts(x, (rows,) * experts, made.bf16, made.key), options)
 
     given = tuple(t for t in operands if t is not None)
     written = (n // 2) * (17 / 32) if fused else 2 * n
@@ -108,10 +117,11 @@ def _product(x: torch.Tensor, made: Weight, fused: bool) -> torch.Tensor:
     return torch.stack(parts)
 
 
-@functools.lru_cache(maxsize=1)
-def _bf16(made: Weight) -> torch.Tensor:
-    experts = made.alpha.shape[0]
-    return torch.stack([made.dense(expert).bfloat16() for expert in range(experts)])
+def rank(sizes: Sizes, options: Options) -> int:
+    """NVFP4 activations before other forms; the cases of EQUAL in their order, then the rest."""
+    case = tuple(sizes.get(name) for name in ("e", "m", "n", "k"))
+    place = EQUAL.index(case) if case in EQUAL else len(EQUAL)
+    return VARIANTS.index(options.variant) * (len(EQUAL) + 1) + place
 
 
 ADAPTER = Adapter(
@@ -121,5 +131,6 @@ ADAPTER = Adapter(
     ROWS,
     variants=VARIANTS,
     max_error=0.2,  # of the fused form, whose result has codes of 4 bits
+    rank=rank,
     summary="M tokens for each of E experts with paired-4:8 sparse NVFP4 weights",
 )

@@ -7,7 +7,7 @@ and quantizer, and the whole layer: plan, scatter, both products, the weighted s
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,9 +17,11 @@ from ..arch import Arch
 from ..dispatch import _DESCRIBERS, explained_by
 from ..ops.moe_route import dispatch_plan, moe_finalize
 from ..ops.nvfp4_group_mm import group_mm, group_mm_swiglu_quant
-from ..ops.nvfp4_quantize import dequantize_act, scatter_quant_act_planned
-from .case import Adapter, Case, Options, Sizes
-from .routing import capacity, routed
+from ..ops.nvfp4_quantize import dequantize_act, scatter_quant_act_planned, silu_mul_quant_act
+from .case import Adapter, Case, Missing, Options, Sizes, Subject
+from .grouped_peers import Experts, grouped
+from .layer_peers import layers
+from .routing import ABOUT, capacity, routed
 from .sparse_experts import Weight, factor, multiple_of_32, weight
 
 VARIANTS = ("gate_up", "down", "fused", "layer")
@@ -42,6 +44,9 @@ ROWS = {
     "dense": tuple(range(1, 257)),
 }
 _LARGEST = 16.0  # of what is between the products, more than normal values reach
+# the most telling points first, where there is no time for all
+_FIRST_ROWS = (128, 2048, 16, 8192, 1, 512)
+_FIRST_VARIANTS = ("gate_up", "layer", "down", "fused")
 _FEW = {"e": 4, "all": 4, "topk": 2}  # where a shape says nothing
 
 
@@ -79,18 +84,19 @@ def _gate_up(layer: Layer, counts: torch.Tensor, codes: Any) -> tuple[Any, ...]:
 
 
 def run_layer(inputs: Inputs, layer: Layer, *, backend: str = "auto") -> torch.Tensor:
-    """What SparseNVFP4Experts does."""
+    """The whole layer; where a native back end is asked for, its products, the rest by "auto"."""
+    products, backend = backend, "auto" if backend == "cuda" else backend
     plan = dispatch_plan(inputs.ids, 0, layer.experts, inputs.cap, backend=backend)
     counts, dest, token, route = plan
     given = (inputs.x, token, route, None, layer.first, counts, inputs.cap)
     codes = scatter_quant_act_planned(*given, backend=backend)
     up, down = layer.gate_up, layer.down
     first: tuple[Any, ...] = (*_gate_up(layer, counts, codes), layer.second, up.n, up.k)
-    codes = group_mm_swiglu_quant(*first, backend=backend)
+    codes = group_mm_swiglu_quant(*first, backend=products)
     shape = (layer.experts, inputs.cap, down.n)
     fused = torch.empty(shape, dtype=torch.bfloat16, device=inputs.x.device)
     second = (*down.parts, *codes, layer.alphas[1], counts, down.n, down.k)
-    group_mm(fused, *second, backend=backend)
+    group_mm(fused, *second, backend=products)
     out = torch.empty_like(inputs.x)
     return moe_finalize(out, fused, dest, inputs.weights, backend=backend)
 
@@ -119,6 +125,8 @@ class Form:
     moved: int  # beside weights
     truth: Callable[[], torch.Tensor]
     value: Callable[[Any], torch.Tensor]
+    peers: Callable[[Options], Iterable[Subject | Missing]] = lambda options: ()
+    extra: Callable[[], Iterable[Subject | Missing]] = tuple
 
 
 def _exact(values: torch.Tensor, made: Weight, counts: list[int]) -> torch.Tensor:
@@ -151,7 +159,7 @@ def _forms(inputs: Inputs, layer: Layer) -> dict[str, Form]:
     first = dequantize_act(codes[0], codes[1], layer.first)
     second = dequantize_act(middle[0], middle[1], layer.second)
 
-    def product(name: str, made: Weight, codes: Any, gscale: torch.Tensor, values: Any) -> Form:
+    def product(made: Weight, codes: Any, gscale: torch.Tensor, values: torch.Tensor) -> Form:
         out = torch.empty(experts, cap, made.n, dtype=torch.bfloat16, device=x.device)
         operands = (*made.parts, *codes, made.alpha / gscale, counts)
         return Form(
@@ -161,7 +169,24 @@ def _forms(inputs: Inputs, layer: Layer) -> dict[str, Form]:
             used * (made.k * 17 // 32 + 2 * made.n),
             lambda: _exact(values, made, known),
             lambda result: result[mine],
+            lambda options: grouped(
+                Experts(values.bfloat16(), tuple(known), made.bf16, made.key), options
+            ),
         )
+
+    def value(result: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        return dequantize_act(*result, layer.second)[mine].double()
+
+    def apart() -> Iterator[Subject | Missing]:
+        """The bytes of the fused form by two calls."""
+        both = torch.empty(experts, cap, up.n, dtype=torch.bfloat16, device=x.device)
+        operands: tuple[Any, ...] = (*_gate_up(layer, counts, codes), up.n, up.k)
+
+        def call() -> Any:
+            group_mm(both, *operands)
+            return silu_mul_quant_act(both, layer.second, counts, down.n)
+
+        yield Subject("farro auto, two calls", "farro", call, value)
 
     def summed() -> torch.Tensor:
         """The layer on dequantized weights, without quantization in between."""
@@ -174,17 +199,28 @@ def _forms(inputs: Inputs, layer: Layer) -> dict[str, Form]:
         return total
 
     return {
-        "gate_up": product("gate_up", up, codes, layer.first, first),
-        "down": product("down", down, middle, layer.second, second),
+        "gate_up": product(up, codes, layer.first, first),
+        "down": product(down, middle, layer.second, second),
         "fused": Form(
             group_mm_swiglu_quant,
             fused,
             (up,),
             used * (up.k + down.k) * 17 // 32,
             lambda: _gated(_exact(first, up, known)),
-            lambda result: dequantize_act(result[0], result[1], layer.second)[mine].double(),
+            value,
+            extra=apart,
         ),
-        "layer": Form(run_layer, (inputs, layer), (up, down), 2 * x.nbytes, summed, lambda y: y),
+        "layer": Form(
+            run_layer,
+            (inputs, layer),
+            (up, down),
+            2 * x.nbytes,
+            summed,
+            lambda result: result,
+            lambda options: layers(
+                x, inputs.ids, inputs.weights, lambda: (up.bf16(), down.bf16()), options
+            ),
+        ),
     }
 
 
@@ -205,7 +241,7 @@ def build(sizes: Sizes, options: Options) -> Case:
     form = _forms(Inputs(x, ids, weights, cap), layer)[options.variant]
     active, used = len(set(ids[ids < experts].tolist())), int((ids < experts).sum())
     return Case(
-        sizes={"m": tokens, "n": inner, "k": hidden, "e": experts},
+        sizes={"m": tokens, "n": inner, "k": hidden, **more, "cap": cap},
         options=options,
         ops=sum(2 * used * made.n * made.k for made in form.products),
         nbytes=sum(made.nbytes(active) for made in form.products) + form.moved,
@@ -213,8 +249,18 @@ def build(sizes: Sizes, options: Options) -> Case:
         args=form.args,
         kwargs={},
         truth=functools.cache(form.truth),
+        peers=lambda: form.peers(options),
+        extra=form.extra,
         value=form.value,
     )
+
+
+def rank(sizes: Sizes, options: Options) -> int:
+    """Each model at 128 tokens, at 2048, ..., the first products before the rest."""
+    late = len(_FIRST_ROWS) + len(_FIRST_VARIANTS)
+    m, form = sizes["m"], options.variant
+    rows = _FIRST_ROWS.index(m) if m in _FIRST_ROWS else late
+    return rows + (_FIRST_VARIANTS.index(form) if form in _FIRST_VARIANTS else late)
 
 
 ADAPTER = Adapter(
@@ -224,5 +270,7 @@ ADAPTER = Adapter(
     ROWS,
     variants=VARIANTS,
     max_error=0.3,  # codes of 4 bits, before each product of a layer
+    rank=rank,
+    about={"routing": ABOUT},
     summary="expert layers of models, routed: each product, the first one fused, the whole layer",
 )

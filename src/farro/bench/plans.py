@@ -27,15 +27,20 @@ def parse_rows(text: str) -> tuple[int, ...]:
 
 
 def parse_shapes(adapter: Adapter, text: str) -> dict[str, tuple[dict[str, int], ...]]:
-    """Named sets ("default,heldout") or sizes ("4096x7168", N x K) -> sets of sizes."""
+    """Named sets ("default,heldout") or sizes ("4096x7168", N x K) -> sets of sizes.
+
+    Sizes after K, such as the number of experts, may be left out.
+    """
     sets: dict[str, tuple[dict[str, int], ...]] = {}
-    names = tuple(next(iter(adapter.shapes.values()))[0])
+    names = tuple(name for name in next(iter(adapter.shapes.values()))[0] if name != "m")
+    least = sum(name in ("n", "k") for name in names)
     for part in filter(None, (p.strip() for p in text.split(","))):
         if part in adapter.shapes:
             sets[part] = adapter.shapes[part]
             continue
         numbers = part.lower().split("x")
-        if len(numbers) != len(names) or not all(number.isdigit() for number in numbers):
+        fits = least <= len(numbers) <= len(names)
+        if not fits or not all(number.isdigit() for number in numbers):
             known = ", ".join(adapter.shapes)
             form = "x".join(name.upper() for name in names)
             raise ValueError(f"--shapes: {part!r}; needed sizes {form}, or a set among {known}")
@@ -53,12 +58,16 @@ def cases(
     options: Sequence[Options],
     quick: bool = False,
 ) -> Iterator[Plan]:
-    """All plans: for each of `options` (group sizes), each set, each shape, each m."""
+    """All plans: for each of `options` (group sizes), each set, each shape, each m.
+
+    A shape that has an m of its own is taken with it alone, unless rows are given.
+    """
     for each in options:
         for group, shapes in sets.items():
             default = adapter.rows.get(group, adapter.rows["default"])
             if quick:
                 default = _QUICK_DENSE if group == "dense" else _QUICK_ROWS
             for shape in shapes[:1] if quick else shapes:
-                for m in rows or default:
-                    yield Plan(group, {"m": m, **shape}, each)
+                own = (shape["m"],) if "m" in shape else default
+                for m in rows or own:
+                    yield Plan(group, {**shape, "m": m}, each)

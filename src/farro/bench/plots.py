@@ -8,10 +8,10 @@ from typing import Any
 
 
 def _shapes(rows: Iterable[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """Rows of each (N, K, G) or (N, K, variant), by the name of its file."""
+    """Rows of each (N, K, E, G) or (N, K, E, variant), by the name of its file."""
     found: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
-        sizes = "x".join(str(row[name]) for name in ("n", "k") if name in row)
+        sizes = "x".join(str(row[name]) for name in ("n", "k", "e") if name in row)
         form = row.get("variant") or f"g{row['group_size']}"
         found.setdefault(f"{sizes}-{form}", []).append(row)
     return found

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 SCHEMA = 1
-PACKAGES = ("torch", "triton", "humming-kernels", "cuda-core")
+PACKAGES = ("torch", "triton", "humming-kernels", "sgl-deep-gemm", "deep-gemm", "cuda-core")
 # what a row of results has beside its sizes (m, n, k) and settings (group_size, dtype, ...)
 MEASURES = (
     *("us", "us_low", "us_high", "graph_us", "host_us", "tops", "gbs", "floor_us"),
@@ -150,14 +150,15 @@ def load(path: Path) -> dict[str, Any]:
 
 def key(row: dict[str, Any]) -> tuple[Any, ...]:
     """What makes two rows the same measurement."""
-    names = ("subject", "m", "n", "k", "group_size", "variant", "dtype", "cold")
+    names = ("subject", "m", "n", "k", "e", "group_size", "variant", "dtype", "cold")
     return tuple(row.get(name) for name in names)
 
 
 def label(row: dict[str, Any]) -> str:
     sizes = " x ".join(str(row[name]) for name in ("m", "n", "k") if name in row)
+    experts = f" of {row['e']} experts" if "e" in row else ""
     form = setting(row)
-    return f"{row['subject']} at {sizes}{form and ' '}{form}"
+    return f"{row['subject']} at {sizes}{experts}{form and ' '}{form}"
 
 
 def setting(row: dict[str, Any]) -> str:

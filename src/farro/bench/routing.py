@@ -6,6 +6,7 @@ import torch
 
 SEED = 20261129
 _BIAS = 0.5  # standard deviation of an expert's own logit: some are asked more often than others
+ABOUT = {"logits": "normal, with a normal bias for each expert", "bias": _BIAS, "seed": SEED}
 
 
 def routed(

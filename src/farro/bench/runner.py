@@ -44,12 +44,12 @@ class Session:
     output: Path | None = None
     deadline: float | None = None
     tops: float | None = None  # the tensor-core ceiling
-    _missing: dict[str, str] = field(default_factory=dict)
+    _missing: set[Missing] = field(default_factory=set)
 
     def miss(self, missing: Missing) -> None:
         """Name a subject that does not run, once for each reason."""
-        if self._missing.get(missing.name) != missing.reason:
-            self._missing[missing.name] = missing.reason
+        if missing not in self._missing:
+            self._missing.add(missing)
             self.result["missing"].append({"name": missing.name, "reason": missing.reason})
             self.say(f"  {missing.name}: {missing.reason}")
 
@@ -59,13 +59,20 @@ def open_session(
 ) -> Session:
     clock = timer(device, cold)
     result = results.empty(adapter.operator, device, command)
-    result["settings"] = {"cold": clock.cold, "statistic": "median"}
+    result["settings"] = {"cold": clock.cold, "statistic": "median", **adapter.about}
     return Session(adapter, result, clock, Floors(clock), **more)
 
 
 def run(session: Session, plans: Iterable[Plan]) -> dict[str, Any]:
-    """Run all plans, saving after each; stops early at the session's deadline."""
+    """Run all plans, saving after each; stops early at the session's deadline.
+
+    With a deadline, those that the adapter ranks first are run first, and named groups of cases
+    before dense sweeps.
+    """
     _measure_ceilings(session)
+    if session.deadline is not None:
+        rank = session.adapter.rank
+        plans = sorted(plans, key=lambda p: (p.group == "dense", rank(p.sizes, p.options)))
     for plan in plans:
         if session.deadline is not None and time.monotonic() > session.deadline:
             session.say("time is up: the remaining cases were not run")
@@ -263,7 +270,7 @@ def _host_and_graph(session: Session, subject: Subject, row: dict[str, Any]) -> 
     row["peak_bytes"] = clock.peak_bytes(subject.call) if subject.role == "farro" else None
 
 
-_OF_SWEEP = ("subject", "n", "k", "group_size", "variant", "dtype")
+_OF_SWEEP = ("subject", "n", "k", "e", "group_size", "variant", "dtype")
 
 
 def steps(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

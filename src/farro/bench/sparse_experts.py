@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 import torch
@@ -15,11 +15,12 @@ from ..ops.nvfp4_weights import (
     prune_paired_4of8,
     quantize_weight,
 )
+from .kept import kept
 
 _BYTES = 11 / 32  # of a dense weight: codes, metadata and scales
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Weight:
     """One projection of all experts, compressed: [E, N, K] of normal values over sqrt(K)."""
 
@@ -29,6 +30,7 @@ class Weight:
     alpha: torch.Tensor
     n: int
     k: int
+    key: Hashable
 
     @property
     def parts(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -41,13 +43,27 @@ class Weight:
         packed, scales = decompress(*parts, self.k)
         return dequantize_weight(packed, scales, self.alpha[one])[0]
 
+    def bf16(self) -> torch.Tensor:
+        """What all codes stand for, rounded: bf16 [E, N, K]."""
+        experts = range(self.alpha.shape[0])
+        make = lambda: torch.stack([self.dense(e).bfloat16() for e in experts])  # noqa: E731
+        values: torch.Tensor = kept(("bf16", self.key), make)
+        return values
+
     def nbytes(self, experts: int) -> int:
         """Of so many of the experts."""
         return int(experts * self.n * self.k * _BYTES)
 
 
-@functools.lru_cache(maxsize=4)
 def weight(experts: int, n: int, k: int, device: torch.device) -> Weight:
+    """The same for the same sizes, in every run."""
+    key = (experts, n, k, device)
+    made: Weight = kept(key, lambda: _weight(key))
+    return made
+
+
+def _weight(key: tuple[int, int, int, torch.device]) -> Weight:
+    experts, n, k, device = key
     random = torch.Generator(device=device).manual_seed(n * 1000003 + k)
     made = []
     for _ in range(experts):
@@ -55,7 +71,7 @@ def weight(experts: int, n: int, k: int, device: torch.device) -> Weight:
         packed, scales, alpha = quantize_weight(prune_paired_4of8(w))
         made.append((*compress(packed, scales, k), alpha))
     a_comp, e_meta, sfa, alpha = (torch.cat(parts) for parts in zip(*made))
-    return Weight(a_comp, e_meta, sfa, alpha, n, k)
+    return Weight(a_comp, e_meta, sfa, alpha, n, k, key)
 
 
 def factor(x: torch.Tensor) -> torch.Tensor:

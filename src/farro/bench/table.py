@@ -30,7 +30,9 @@ def table(result: dict[str, Any]) -> Table:
     where = about.get("gpu") or about.get("cpu") or about["device"]
     cold = "cold" if result["settings"].get("cold") else "warm"
     grid = Table(title=f"{result['operator']} on {where}, {cold} cache, medians")
-    for name in ("M", "N", "K", "form" if any("variant" in r for r in result["rows"]) else "G"):
+    names = ("m", "n", "k", *(("e",) if any("e" in r for r in result["rows"]) else ()))
+    form = "form" if any("variant" in r for r in result["rows"]) else "G"
+    for name in (*map(str.upper, names), form):
         grid.add_column(name, justify="right")
     grid.add_column("what")
     columns = [c for c in _COLUMNS if any(r.get(c[1]) for r in result["rows"]) or c[1] == "error"]
@@ -40,11 +42,11 @@ def table(result: dict[str, Any]) -> Table:
     for row in result["rows"]:
         if row["set"] == "dense":
             continue
-        sizes = [str(row.get(name, "")) for name in ("m", "n", "k")]
+        sizes = [str(row.get(name, "")) for name in names]
         sizes.append(str(row.get("variant", row.get("group_size", ""))))
         if before is not None and sizes != before:
             grid.add_section()
-        shown = [""] * 4 if sizes == before else sizes
+        shown = [""] * len(sizes) if sizes == before else sizes
         before = sizes
         style = {"farro": "bold", "floor": "dim"}.get(row["role"])
         grid.add_row(*shown, row["subject"], *(cell(row, n, f) for _, n, f in columns), style=style)
@@ -63,7 +65,7 @@ def show(result: dict[str, Any], console: Console) -> None:
         )
         console.print(f"{name}: {values} {ceiling.get('way', '')}", markup=False)
     for step in result["steps"]:
-        sizes = " x ".join(str(step[name]) for name in ("n", "k") if name in step)
+        sizes = " x ".join(str(step[name]) for name in ("n", "k", "e") if name in step)
         low, high = step["between"]
         console.print(
             f"{step['subject']} {sizes} {setting(step)}: largest step between neighbouring M "

@@ -15,7 +15,8 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 def bench_command(
     operator: Annotated[
-        str, typer.Argument(help="int8_gemm, int8_linear, int8_quantize or fp8_quantize")
+        str,
+        typer.Argument(help="int8_gemm, nvfp4_group_mm, nvfp4_moe, ... (farro.bench.OPERATORS)"),
     ] = "int8_gemm",
     shapes: Annotated[
         str | None,
@@ -41,7 +42,7 @@ def bench_command(
         str,
         typer.Option(
             help="none, default, tuned (peers that have a tuner, tuned too), or names: "
-            "bf16,int_mm,triton,humming"
+            "bf16,int_mm,triton,humming (grouped: bf16,scaled_grouped,deepgemm,humming)"
         ),
     ] = "default",
     device: Annotated[str | None, typer.Option(help="cuda, cuda:1, cpu [default: a GPU]")] = None,
@@ -55,7 +56,10 @@ def bench_command(
     quick: Annotated[bool, typer.Option(help="One shape, few M, short timings")] = False,
     rounds: Annotated[int, typer.Option(help="How often all subjects are timed in turn")] = 2,
     budget_s: Annotated[
-        float | None, typer.Option(help="Stop starting new cases after this many seconds")
+        float | None,
+        typer.Option(
+            help="Stop starting new cases after this many seconds; the most telling come first"
+        ),
     ] = None,
     check: Annotated[
         Path | None, typer.Option(help="Compare with this earlier result; exit 1 on regressions")
