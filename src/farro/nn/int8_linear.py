@@ -1,4 +1,4 @@
-"""Modules that hold quantized weights: Int8Linear."""
+"""Int8Linear: INT8 weights with scales grouped along K, and activations quantized on the way."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .checks import (
+from ..checks import (
     FLOATS,
     check_backend,
     check_devices,
@@ -16,9 +16,9 @@ from .checks import (
     check_shape,
     check_size,
 )
-from .formats.int8_group import check_group_size, group_count, pack_groups, unpack_groups
-from .ops.int8_gemm import int8_gemm
-from .ops.int8_quantize import dequantize_int8_groups, quantize_int8_groups
+from ..formats.int8_group import check_group_size, group_count, pack_groups, unpack_groups
+from ..ops.int8_gemm import int8_gemm
+from ..ops.int8_quantize import dequantize_int8_groups, quantize_int8_groups
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _PACKED_BACKENDS = ("auto", "cpu", "reference")  # those that read the group-packed weight
