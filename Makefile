@@ -3,6 +3,7 @@
 # make test-gpu RUN=python3   uses an environment that already holds torch, Triton and pytest
 PYTHON ?= python3
 VENV ?= .venv
+WORKERS ?= -n auto --maxprocesses 8
 ifndef RUN
 RUN := $(VENV)/bin/python
 READY := $(VENV)/.ready
@@ -24,10 +25,10 @@ demo: $(READY)
 	$(RUN) -m farro eval
 
 test: $(READY) lint
-	$(RUN) -m pytest
+	$(RUN) -m pytest $(WORKERS)
 
 test-gpu: $(READY)
-	$(RUN) -m pytest -m gpu
+	$(RUN) -m pytest -m gpu $(WORKERS)
 
 lint: $(READY)
 	$(RUN) -m ruff check src tests docs benchmarks

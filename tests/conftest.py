@@ -11,6 +11,10 @@ import pytest
 # OpenMP threads that spin between tiny operators take ten times as long where other jobs run too;
 # it reads this once, when torch is loaded
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# the processes of pytest -n share the cores
+_WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+if _WORKERS > 1:
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // _WORKERS)))
 
 import torch
 

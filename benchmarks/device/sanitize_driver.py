@@ -42,6 +42,8 @@ NATIVE = (
     Config("small", 32, 64, 5, 2, ahead=True),
     Config("small", 16, 64, 3, 1),
     Config("small", 64, 64, 4, 2),
+    Config("small", 32, 64, 4, 4, cluster=2),
+    Config("small", 8, 64, 6, 1, ahead=True, cluster=2),
 )
 FP8 = (  # with their sums: promoted, fast or scaled
     (Fp8Config("large", 256, 96, 3), (False, True, None)),

@@ -44,7 +44,7 @@ def _thresholds(sample, kernel, inputs: dict[str, Any]) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("sizes", [(70, 304), (128, 512)], ids=str)
+@pytest.mark.parametrize("sizes", [(80, 304), (128, 512)], ids=str)
 def test_scenario_10_thresholds_of_m(
     sizes, run, accepted, refused, sample, has_rows, is_forward, kernel, device
 ) -> None:

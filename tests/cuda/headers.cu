@@ -171,6 +171,48 @@ __global__ void __launch_bounds__(32) exchange(float* to, int rounds) {
   }
 }
 
+// ---- Multicast: each CTA brings 8 rows of each box to all of its cluster, and each copies whole boxes
+// out, at a pace of its own; a stage is filled again when all CTAs have given it back ----
+
+template <int CLUSTER, int STAGES>
+__global__ void __launch_bounds__(64)
+    share(const __grid_constant__ TensorMap map, u8* to, int boxes) {
+  constexpr int part = 8 * 128, box = CLUSTER * part;
+  const Aligned shared;
+  const u32 full = shared.base + STAGES * box, empty = full + 8 * STAGES;
+  const int rank = static_cast<int>(cluster_rank()), lane = threadIdx.x % 32;
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < STAGES; ++i) {
+      mbarrier_init(full + 8 * i, 1);
+      mbarrier_init(empty + 8 * i, CLUSTER);
+    }
+    fence_mbarrier_init();
+  }
+  cluster_sync();
+  if (threadIdx.x < 32) {
+    Ring<STAGES> ring(1);
+    for (int i = 0; lane == 0 && i < boxes; ++i, ring.next()) {
+      mbarrier_wait(empty + 8 * ring.stage, ring.parity);
+      mbarrier_expect(full + 8 * ring.stage, box);
+      tma_load_multicast(shared.base + ring.stage * box + rank * part, &map, 0,
+                         i * 8 * CLUSTER + rank * 8, full + 8 * ring.stage, (1 << CLUSTER) - 1);
+    }
+    __syncwarp();
+  } else {
+    Ring<STAGES> ring(0);
+    for (int i = 0; i < boxes; ++i, ring.next()) {
+      mbarrier_wait(full + 8 * ring.stage, ring.parity);
+      if ((i * 7 + rank) % 5 == 0) __nanosleep(500 * rank);
+      u8* at = to + (static_cast<i64>(blockIdx.x) * boxes + i) * box;
+      for (int j = lane; j < box; j += 32) at[j] = shared.memory[ring.stage * box + j];
+      __syncwarp();
+      if (lane < CLUSTER) mbarrier_arrive_remote(map_to_rank(empty + 8 * ring.stage, lane));
+    }
+  }
+  cluster_arrive_relaxed();
+  cluster_wait();
+}
+
 // ---- setmaxnreg: more live values than 168 registers hold ----
 
 __global__ void __launch_bounds__(384, 1) trade_registers(const int* from, int* to) {

@@ -22,6 +22,7 @@ WIDTHS = {"int": (8, 16, 32, 64, 96, 112, 128), "float": (8, 64, 96, 192, 256)}
 PRODUCTS = [
     (kind, n, more) for kind, widths in WIDTHS.items() for n in widths for more in (False, True)
 ]
+SHARES = ((2, 1), (2, 3), (4, 3))
 DTYPES = {"BFloat16": torch.bfloat16, "Float16": torch.float16, "float": torch.float32}
 NAMES = (
     *(f"hand_over<{stages}>" for stages in (1, 3, 4)),
@@ -30,6 +31,7 @@ NAMES = (
     *(f"copy_small<{size}>" for size in (4, 8, 16)),
     *(f"multiply<{kind}, {n}, {str(more).lower()}>" for kind, n, more in PRODUCTS),
     *(f"exchange<{size}>" for size in (2, 4, 8)),
+    *(f"share<{size}, {stages}>" for size, stages in SHARES),
     *(f"convert_all<{out}>" for out in DTYPES),
     *(f"row_scales<{rows}>" for rows in (64, 192)),
     *("reverse_in_pairs", "trade_registers", "read_bias", "visit", "gelu_all"),
@@ -222,6 +224,22 @@ def test_cluster_exchange(size):
     want = 8192 * (block // size * size + rank) + 1024 * turn + 128 * rank + torch.arange(128)
     want = want.view(blocks, rounds, size, 32, 4).flip(3)
     assert torch.equal(out.cpu(), want.float())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("size", "stages"), SHARES)
+def test_multicast(size, stages, generator):
+    clusters, boxes = 60, 50
+    rows = boxes * 8 * size
+    given = torch.randint(0, 256, (rows, 128), generator=generator).byte().cuda()
+    described = tensor_map.encode(given.data_ptr(), rows, 128, 128, 8, 128)
+    out = torch.full((clusters * size, rows, 128), 0xAA, dtype=torch.uint8, device="cuda")
+    shared, blocks = stages * size * 8 * 128 + 2048, clusters * size
+    at = (described, out, ctypes.c_int(boxes))
+    launch(f"share<{size}, {stages}>", at, 64, blocks=blocks, shared=shared, cluster=size)
+    row, column = torch.arange(rows)[:, None], torch.arange(128)[None]
+    place = (row * 128 + (column // 16 ^ row % 8) * 16 + column % 16).flatten().cuda()
+    assert (out.view(blocks, -1)[:, place].view(blocks, rows, 128) == given).all()
 
 
 @pytest.mark.gpu

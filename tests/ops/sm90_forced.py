@@ -27,14 +27,15 @@ SOME = (LARGE, NARROW, SMALL, PAIRED)  # legal at every group size; compiled for
 
 
 def shapes(policy, group_size):
-    """One legal configuration of each tile, number of warpgroups and way to promote."""
+    """One legal configuration of each tile, number of warpgroups, way to promote and cluster."""
     found = {}
-    tiles = itertools.product(sm90._ROWS[policy], sm90._COLUMNS[policy], (1, 2), (False, True))
-    for rows, columns, consumers, ahead in tiles:
+    tiles = (sm90._ROWS[policy], sm90._COLUMNS[policy], (1, 2, 4), (False, True), (1, 2))
+    for tile in itertools.product(*tiles):
+        rows, columns, consumers, ahead, cluster = tile
         for stages in (6, 4, 3):
-            config = Config(policy, rows, columns, stages, consumers, ahead, raster=4)
+            config = Config(policy, rows, columns, stages, consumers, ahead, 4, cluster)
             if sm90.is_legal(config, group_size):
-                found.setdefault((rows, columns, consumers, ahead), config)
+                found.setdefault(tile, config)
     return list(found.values())
 
 

@@ -110,6 +110,8 @@ def test_illegal_configurations():
         *((large, c) for c in ({"raster": True}, {"raster": 65}, {"consumers": True})),
         *((small, c) for c in ({"rows": 24}, {"columns": 128}, {"stages": 4}, {"consumers": 3})),
         *((small, c) for c in ({"rows": 8}, {"consumers": 0}, {"stages": 99}, {"rows": 256})),
+        *((small, c) for c in ({"cluster": 0}, {"cluster": 3}, {"cluster": 4}, {"cluster": True})),
+        (large, {"cluster": 2}),
         *((small, c) for c in ({"ahead": 1}, {"ahead": None}, {"ahead": "true"})),
     ):
         assert not sm90.is_legal(dataclasses.replace(base, **change), 256), change
@@ -133,15 +135,18 @@ def test_which_few_rows_are_legal():
         (tokens, consumers, ahead, group_size)
         for group_size in GROUP_SIZES
         for tokens in sm90._ROWS["small"]
-        for consumers in (1, 2)
+        for consumers in (1, 2, 4)
         for ahead in (False, True)
         if legal(tokens, consumers, ahead, 6, group_size)
     }
-    most = {  # tokens, by hand: 32-bit sums a thread up to 176 of one warpgroup, 112 of two
+    # tokens, by hand: 32-bit sums a thread up to 176 of one warpgroup, 112 of two, 48 of four
+    most = {
         (1, False): {32: 64, 64: 64, 128: 128, 256: 128},
         (1, True): {32: 32, 64: 64, 128: 64, 256: 64},
         (2, False): {32: 64, 64: 128, 128: 128, 256: 128},
         (2, True): {32: 32, 64: 64, 128: 128, 256: 128},
+        (4, False): {32: 64, 64: 128, 128: 128, 256: 128},
+        (4, True): {32: 32, 64: 64, 128: 128, 256: 128},
     }
     assert found == {
         (tokens, consumers, ahead, group_size)

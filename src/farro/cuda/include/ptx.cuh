@@ -86,6 +86,17 @@ __device__ __forceinline__ void tma_load(u32 smem, const TensorMap* map, int x, 
       : "memory");
 }
 
+// As tma_load, the same box to the same offset of every CTA of the cluster whose bit is in `ranks`, and
+// its bytes to the barrier at that offset of each.
+__device__ __forceinline__ void tma_load_multicast(u32 smem, const TensorMap* map, int x, int y,
+                                                   u32 barrier, u16 ranks) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      ".multicast::cluster [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(smem),
+      "l"(map), "r"(x), "r"(y), "r"(barrier), "h"(ranks)
+      : "memory");
+}
+
 // A box of a matrix whose rows are seen as [groups][2][4][2] (tensor_map.encode_groups): x bytes along
 // a row, from group y on.
 __device__ __forceinline__ void tma_load_groups(u32 smem, const TensorMap* map, int x, int y,
@@ -129,6 +140,21 @@ __device__ __forceinline__ void cluster_sync() {
   asm volatile(
       "barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::
           : "memory");
+}
+
+// The two halves of a barrier of the cluster that orders no memory: a CTA says that it needs no other
+// any more, and leaves once all have said so. Results on their way to global memory are not waited for.
+__device__ __forceinline__ void cluster_arrive_relaxed() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void cluster_wait() {
+  asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
+}
+
+// Arrive at a barrier of another CTA of the cluster (map_to_rank), or of this one. Releases within the
+// CTA, which is enough to give a stage of operands back: a release to the cluster halved the speed.
+__device__ __forceinline__ void mbarrier_arrive_remote(u32 remote) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(remote) : "memory");
 }
 
 // The address of `smem` in CTA `rank` of the cluster.

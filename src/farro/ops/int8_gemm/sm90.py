@@ -33,6 +33,7 @@ _SCALE_STAGES = 3  # of the large kernel
 _SCALE_GROUPS = 4  # of one of them
 _ROWS = {"large": (256, 128), "small": (8, 16, 32, 64, 128)}
 _COLUMNS = {"large": (128, 112, 96), "small": (64,)}
+_SUMS = {1: 176, 2: 112, 4: 48}  # by warpgroups of the small kernel: sums that a thread can hold
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,7 @@ class Config:
     consumers: int = 2  # warpgroups that multiply
     ahead: bool = False  # small: a unit of K multiplies while the one before is promoted
     raster: int = 8  # large: row tiles visited together
+    cluster: int = 1  # small: CTAs with the same weights and other tokens, which share their loads
 
     @property
     def tile(self) -> tuple[int, int]:
@@ -135,11 +137,12 @@ def configs(problem: Problem) -> list[Config]:
         for raster in (4, 8, 16)
     ]
     small = [
-        Config("small", tokens, 64, stages, consumers, ahead)
+        Config("small", tokens, 64, stages, consumers, ahead, cluster=cluster)
         for tokens in _ROWS["small"]
         for stages in (3, 4, 6, 8, 12, 16)
-        for consumers in (1, 2)
+        for consumers in (1, 2, 4)
         for ahead in (False, True)
+        for cluster in (1, 2)
     ]
     m = problem.spec("a").shape[0]
     return [c for c in (*large, *small) if is_legal(c, group_of(problem), m)]
@@ -154,6 +157,10 @@ def candidates(problem: Problem) -> list[Config]:
             deepest = not is_legal(replace(c, stages=c.stages + 1), group_of(problem))
             return m > 64 and deepest and (m > 512 or c.raster == 8)
         fits = m > c.rows // 2 or c.rows == min(_ROWS["small"])
+        if c.cluster > 1:  # two tiles hold all tokens; rings of others are seen without a cluster
+            fits = c.rows < m <= 2 * c.rows and c.stages in (8, 12)
+        if c.consumers > 2:  # many warps hide long promotions
+            fits = fits and group_of(problem) <= 64 and c.stages in (4, 8, 12)
         return m <= 512 and fits and c.rows * 4 >= min(m, 128)
 
     return [c for c in configs(problem) if plausible(c)]
@@ -168,7 +175,7 @@ def group_of(problem: Problem) -> int:
 def is_legal(config: Config, group_size: int, m: int = 1) -> bool:
     """Whether the kernels have this configuration and M rows fit its grid."""
     c = config
-    sizes = (c.rows, c.columns, c.stages, c.consumers, c.raster)
+    sizes = (c.rows, c.columns, c.stages, c.consumers, c.raster, c.cluster)
     if c.policy not in _ROWS or any(type(size) is not int or size < 1 for size in sizes):
         return False
     if c.rows not in _ROWS[c.policy] or c.columns not in _COLUMNS[c.policy]:
@@ -182,12 +189,17 @@ def is_legal(config: Config, group_size: int, m: int = 1) -> bool:
     if shared_bytes(c, group_size) > SHARED_LIMIT:
         return False
     if c.policy == "large":
-        return c.consumers == 2 and not c.ahead and c.raster <= 64
-    if c.consumers > 2 or c.rows % (8 * c.consumers) or m > _LARGEST_GRID_Y * c.rows:
+        return c.consumers == 2 and not c.ahead and c.raster <= 64 and c.cluster == 1
+    if (
+        c.consumers not in _SUMS
+        or c.cluster > 2
+        or c.rows % (8 * c.consumers)
+        or m > _LARGEST_GRID_Y * c.rows
+    ):
         return False  # the swizzle's atoms have eight rows
     # registers a thread: sums of all groups of a unit (two units ahead), and totals
     sums = (units * max(_DEPTH // group_size, 1) + 1) * c.rows // c.consumers // 2
-    return sums <= (176 if c.consumers == 1 else 112)
+    return sums <= _SUMS[c.consumers]
 
 
 def config(problem: Problem) -> Config:
@@ -303,13 +315,14 @@ def kernel_name(config: Config, group_size: int, dtype: torch.dtype) -> tuple[st
         arguments = f"{out}, {group_size}, {config.columns}, {waves}, {config.stages}"
         return "ops/int8_gemm/sm90_large.cu", f"int8_gemm_large<{arguments}>"
     tile = f"{config.rows}, {config.consumers}, {config.stages}, {str(config.ahead).lower()}"
+    tile += f", {config.cluster}"
     return "ops/int8_gemm/sm90_small.cu", f"int8_gemm_small<{out}, {group_size}, {tile}>"
 
 
 def _grid(config: Config, m: int, n: int, sms: int) -> tuple[int, int, int]:
     tiles_n, tiles_m = -(-n // config.columns), -(-m // config.rows)
     if config.policy == "small":
-        return tiles_n, tiles_m, 1
+        return tiles_n * config.cluster, -(-tiles_m // config.cluster), 1
     return min(sms, tiles_m * tiles_n), 1, 1
 
 
@@ -402,7 +415,7 @@ def _prepare(
     b_pitch = b.stride(1) if n > 1 else -(-k // 16) * 16
     maps = (
         tensor_map.encode(a.data_ptr(), m, k, a_pitch, config.rows, _DEPTH),
-        tensor_map.encode(b.data_ptr(), n, k, b_pitch, config.columns, _DEPTH),
+        tensor_map.encode(b.data_ptr(), n, k, b_pitch, config.columns // config.cluster, _DEPTH),
     )
     row_bytes = out.stride(0) * out.element_size()
     vector = out.stride(1) == 1 and row_bytes % 16 == 0 and out.data_ptr() % 16 == 0
@@ -421,6 +434,6 @@ def _prepare(
         _grid(config, m, n, sms),
         32 * config.warps,
         size,
-        1,
+        config.cluster,
         (*(maps if config.policy == "large" else maps[::-1]), parameters),
     )

@@ -116,7 +116,7 @@ __device__ __forceinline__ void load_token_scales(const Problem& p, u32 to, int 
   }
 }
 
-template <class Out, int GROUP, int TOKENS, int WARPGROUPS, int STAGES, bool AHEAD>
+template <class Out, int GROUP, int TOKENS, int WARPGROUPS, int STAGES, bool AHEAD, int CLUSTER>
 __global__ void __launch_bounds__(128 * WARPGROUPS + 64)
     int8_gemm_small(const __grid_constant__ TensorMap weight_map,
                     const __grid_constant__ TensorMap token_map, const __grid_constant__ Problem p) {
@@ -130,7 +130,9 @@ __global__ void __launch_bounds__(128 * WARPGROUPS + 64)
   const u32 raw_address = smem_address(raw), base = (raw_address + 1023) & ~1023u;
   u8* shared = raw + (base - raw_address);
   const int groups = (p.k + GROUP - 1) / GROUP, units = (p.k + L::unit - 1) / L::unit;
-  const int first_row = blockIdx.x * kRows, first_token = blockIdx.y * TOKENS;
+  const int rank = blockIdx.x % CLUSTER;  // CTAs of a cluster: the same weights, other tokens
+  const int first_row = blockIdx.x / CLUSTER * kRows;
+  const int first_token = (blockIdx.y * CLUSTER + rank) * TOKENS;
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
 
   if (threadIdx.x == 0) {
@@ -139,11 +141,14 @@ __global__ void __launch_bounds__(128 * WARPGROUPS + 64)
     for (int i = 0; i < STAGES; ++i) {
       // the copy engine's, and each lane of the scale warp where the stage brings scales
       mbarrier_init(base + L::full + 8 * i, 1 + 32);
-      mbarrier_init(base + L::empty + 8 * i, 4 * WARPGROUPS);
+      mbarrier_init(base + L::empty + 8 * i, CLUSTER * 4 * WARPGROUPS);
     }
     fence_mbarrier_init();
   }
-  __syncthreads();
+  if constexpr (CLUSTER > 1)
+    cluster_sync();
+  else
+    __syncthreads();
 
   if (warp == 4 * WARPGROUPS) {
     if (lane == 0) {
@@ -152,13 +157,21 @@ __global__ void __launch_bounds__(128 * WARPGROUPS + 64)
         mbarrier_wait(base + L::empty + 8 * ring.stage, ring.parity);
         const u32 full = base + L::full + 8 * ring.stage;
         mbarrier_expect(full, L::weight_bytes + L::token_bytes);
-        tma_load(base + L::weights + ring.stage * L::weight_bytes, &weight_map, block * kDepth,
-                 first_row, full);
+        const u32 weights = base + L::weights + ring.stage * L::weight_bytes;
+        if constexpr (CLUSTER > 1) {  // each CTA brings its part of the rows to all
+          constexpr int kPart = kRows / CLUSTER;
+          tma_load_multicast(weights + rank * kPart * kDepth, &weight_map, block * kDepth,
+                             first_row + rank * kPart, full, (1 << CLUSTER) - 1);
+        } else {
+          tma_load(weights, &weight_map, block * kDepth, first_row, full);
+        }
         tma_load(base + L::tokens + ring.stage * L::token_bytes, &token_map, block * kDepth,
                  first_token, full);
         ring.next();
       }
     }
+    __syncwarp();
+    if constexpr (CLUSTER > 1) cluster_arrive_relaxed();
   } else if (warp > 4 * WARPGROUPS) {
     Ring<STAGES> ring(1);
     for (int unit = 0; unit < units; ++unit) {
@@ -178,6 +191,7 @@ __global__ void __launch_bounds__(128 * WARPGROUPS + 64)
       }
     }
     cp_async_wait_all();
+    if constexpr (CLUSTER > 1) cluster_arrive_relaxed();
   } else {
     const int warpgroup = warp / 4, row = warp % 4 * 16 + lane / 4;
     const int own_token = warpgroup * kTokens;  // the warpgroup's first in the tile
@@ -216,7 +230,12 @@ __global__ void __launch_bounds__(128 * WARPGROUPS + 64)
       __syncwarp();
 #pragma unroll
       for (int block = 0; block < L::unit_blocks; ++block) {
-        if (lane == 0) mbarrier_arrive(base + L::empty + 8 * done.stage);
+        const u32 empty = base + L::empty + 8 * done.stage;
+        if constexpr (CLUSTER > 1) {  // every CTA writes here
+          if (lane < CLUSTER) mbarrier_arrive_remote(map_to_rank(empty, lane));
+        } else {
+          if (lane == 0) mbarrier_arrive(empty);
+        }
         done.next();
       }
     };
@@ -253,6 +272,7 @@ __global__ void __launch_bounds__(128 * WARPGROUPS + 64)
       }
     }
 
+    if constexpr (CLUSTER > 1) cluster_arrive_relaxed();
     // Results to shared memory, a token's 64 rows together; every operand has been read by then
     named_barrier(1, 128 * WARPGROUPS);
     const BiasKind kind = static_cast<BiasKind>(p.bias_kind);
@@ -284,4 +304,5 @@ __global__ void __launch_bounds__(128 * WARPGROUPS + 64)
       }
     }
   }
+  if constexpr (CLUSTER > 1) cluster_wait();  // the others may still write to, or arrive, here
 }
