@@ -12,9 +12,10 @@ import pytest
 # it reads this once, when torch is loaded
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 # the processes of pytest -n share the cores
-_WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-if _WORKERS > 1:
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // _WORKERS)))
+os.environ.setdefault(
+    "OMP_NUM_THREADS",
+    str(max(1, (os.cpu_count() or 1) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))),
+)
 
 import torch
 

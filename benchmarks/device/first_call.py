@@ -26,7 +26,8 @@ import farro.cuda.launch, farro.cuda.tensor_map
 m, n, k, group_size = map(int, sys.argv[1:])
 a = torch.randint(-128, 128, (m, k), dtype=torch.int8, device="cuda")
 b = torch.randint(-128, 128, (n, k), dtype=torch.int8, device="cuda").T
-scales = [torch.rand(s, device="cuda") for s in ((m, -(-k // group_size)), (-(-k // group_size), n))]
+groups = -(-k // group_size)
+scales = [torch.rand(shape, device="cuda") for shape in ((m, groups), (groups, n))]
 (a.float() @ b.float()).sum().item()
 torch.cuda.synchronize()
 times = []
@@ -70,10 +71,8 @@ def main() -> None:
         row = dict(zip(("m", "n", "k", "group_size"), problem))
         row |= {"cold_ms": cold, "warm_ms": warm, "second_call_ms": second}
         result["rows"].append(row)
-        medians = [statistics.median(times) for times in (cold, warm, second)]
-        print(
-            f"{problem}: cold {medians[0]:.0f} ms, warm {medians[1]:.1f} ms, then {medians[2]:.2f} ms"
-        )
+        cold_ms, warm_ms, second_ms = map(statistics.median, (cold, warm, second))
+        print(f"{problem}: cold {cold_ms:.0f} ms, warm {warm_ms:.1f} ms, then {second_ms:.2f} ms")
     if options.output:
         results.save(options.output, result)
 
