@@ -34,7 +34,6 @@ NOISE_PLOT = f"{PLOTS}/qsnr.png"
 ARCHS = ("cpu", "sm_80", "sm_89", "sm_90", "sm_100", "sm_120")
 # operators of the specification that have no folder yet, with their public functions
 PLANNED = {
-    "moe_ffn": "moe_ffn",
     "fp8_quantize": "quantize_fp8_per_tensor, quantize_fp8_per_row, quantize_fp8_1x128, "
     "quantize_fp8_128x128",
     "fp8_linear": "fp8_linear_bf16 and its bias, residual and GELU forms",

@@ -27,6 +27,7 @@ _NAMES = {
     "dispatch_plan_ragged": "ops.moe_route",
     "moe_finalize": "ops.moe_route",
     "check_routing": "ops.moe_route",
+    "moe_ffn": "ops.moe_ffn",
     "fp8_linear_bf16": "ops.fp8_linear",
     "fp8_linear_residual_bf16": "ops.fp8_linear",
     "fp8_linear_bias_bf16": "ops.fp8_linear",
@@ -71,6 +72,7 @@ if TYPE_CHECKING:
     from .ops.int8_gemm import int8_gemm as int8_gemm
     from .ops.int8_quantize import dequantize_int8_groups as dequantize_int8_groups
     from .ops.int8_quantize import quantize_int8_groups as quantize_int8_groups
+    from .ops.moe_ffn import moe_ffn as moe_ffn
     from .ops.moe_route import check_routing as check_routing
     from .ops.moe_route import dispatch_plan as dispatch_plan
     from .ops.moe_route import dispatch_plan_ragged as dispatch_plan_ragged

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .ops.moe_ffn import moe_ffn
 from .ops.moe_route import check_routing, dispatch_plan, dispatch_plan_ragged, moe_finalize
 
-__all__ = ["check_routing", "dispatch_plan", "dispatch_plan_ragged", "moe_finalize"]
+__all__ = ["check_routing", "dispatch_plan", "dispatch_plan_ragged", "moe_ffn", "moe_finalize"]

@@ -123,6 +123,23 @@ def _finalize(m: int, n: int | None, k: int, dtype: Any, group_size: int, **keyw
     return explain(moe_finalize, out, fused, dest, weights, **keywords)
 
 
+def _moe_ffn(m: int, n: int | None, k: int, dtype: Any, group_size: int, **keywords: Any) -> Any:
+    from .. import explain, moe_ffn
+    from ..formats.int8_group import check_group_size
+    from ..ops.moe_ffn.warm import operands
+
+    if n is None:
+        raise ValueError(
+            "moe_ffn needs --n, the intermediate features; --m are tokens of 8 routes each to 128 "
+            "experts, --k their features"
+        )
+    import torch
+
+    check_group_size("moe_ffn", group_size)
+    given: dict[str, Any] = dict(operands("meta", (m, n, k), 128, group_size, 8, torch.int64))
+    return explain(moe_ffn, **given, group_size=group_size, output_dtype=dtype, **keywords)
+
+
 def _fp8_linear(name: str, m: int, n: int | None, k: int, *_: Any, **keywords: Any) -> Any:
     import torch
 
@@ -158,6 +175,7 @@ _OPERATORS: dict[str, Callable[..., Any]] = {
     "dispatch_plan": _plan,
     "moe_route": _plan,
     "moe_finalize": _finalize,
+    "moe_ffn": _moe_ffn,
     "fp8_linear": functools.partial(_fp8_linear, "fp8_linear_bf16"),
     **{name: functools.partial(_fp8_linear, name) for name in _FP8_LINEAR},
     **explain_nvfp4.OPERATORS,

@@ -32,6 +32,7 @@ from .fp8_swiglu_quantize import SwigluCase, swiglu_cases
 from .int8_gemm import GemmCase, int8_gemm_cases
 from .int8_quantize import QuantizeCase, quantize_cases
 from .layouts import LAYOUTS, Guarded, guarded, laid_out, poisoned_memory
+from .moe_ffn import MoeCase, moe_ffn_cases
 from .moe_route import FinalizeCase, PlanCase, finalize_cases, plan_cases
 from .nvfp4_group_mm import FusedCase, GroupCase, fused_cases, group_mm_cases
 from .nvfp4_quantize import (
@@ -58,6 +59,7 @@ CASES: dict[str, Callable[[], Sequence[Case]]] = {
     "nvfp4_scatter": scatter_cases,
     "nvfp4_scatter_fp4": scatter_fp4_cases,
     "nvfp4_weights": weight_cases,
+    "moe_ffn": moe_ffn_cases,
     "moe_finalize": finalize_cases,
     "moe_route": plan_cases,
 }
@@ -80,6 +82,7 @@ __all__ = [
     "LAYOUTS",
     "LinearCase",
     "Mismatch",
+    "MoeCase",
     "Outcome",
     "PlanCase",
     "QuantizeCase",
@@ -103,6 +106,7 @@ __all__ = [
     "laid_out",
     "plan_cases",
     "linear_cases",
+    "moe_ffn_cases",
     "poisoned_memory",
     "quantize_cases",
     "scatter_cases",

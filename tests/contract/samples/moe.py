@@ -1,4 +1,4 @@
-"""Samples of routing: plans, and the sum over a token's rows."""
+"""Samples of mixtures: plans, the sum over a token's rows, the experts in INT8."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 
 import farro
 from farro.arch import interpreting
+from farro.testing.moe_ffn import MoeCase, operands
 from farro.testing.moe_route import finalize
 
 from .sample import Argument, Sample
@@ -193,4 +194,115 @@ MOE_FINALIZE = Sample(
     warm_shape=lambda inputs: (inputs["route_dest"].shape[0], 1, inputs["fused"].shape[-1]),
 )
 
-SAMPLES = (DISPATCH_PLAN, DISPATCH_PLAN_RAGGED, MOE_FINALIZE)
+# --- moe_ffn -------------------------------------------------------------------------------------
+
+
+def _moe_ffn(
+    generator: torch.Generator,
+    m: int = 17,
+    n: int = 70,
+    k: int = 150,
+    topk: int = 2,
+    experts: int = 4,
+    group_size: int = 64,
+    layout: str = "concatenated",
+    dtype: torch.dtype = torch.float32,
+    ids: torch.dtype = torch.int64,
+    exact: bool = True,
+) -> dict[str, Any]:
+    """Gates that are their own silu, if `exact`; weights as views of rows [E,2I,H] and [E,H,I]."""
+    values = "exact" if exact else "usual"
+    case = MoeCase("", m, topk, experts, k, n, group_size, layout, values=values, id_dtype=ids)
+    made = operands(generator, case)
+    for name in ("w_gate_up", "w_down"):
+        made[name] = made[name].transpose(1, 2).contiguous().transpose(1, 2)
+    return {
+        **made,
+        "group_size": group_size,
+        "gate_up_layout": layout,
+        "output_dtype": dtype,
+    }
+
+
+def _moe_shape(inputs: dict[str, Any]) -> tuple[int, int, int]:
+    return inputs["x_int8"].shape[0], *inputs["w_down"].shape[1:]
+
+
+MOE_FFN = Sample(
+    name="moe_ffn",
+    operator="moe_ffn",
+    function=farro.moe_ffn,
+    make=_moe_ffn,
+    arguments={
+        "x_int8": Argument((torch.int8,), rows=0),
+        "scale_x": Argument((torch.float32,), rows=0),
+        "w_gate_up": Argument((torch.int8,)),
+        "scale_gate_up": Argument((torch.float32,)),
+        "w_down": Argument((torch.int8,)),
+        "scale_down": Argument((torch.float32,)),
+        "topk_ids": Argument((torch.int32, torch.int64), rows=0),
+        "topk_weights": Argument((torch.float32,), rows=0),
+    },
+    variants={
+        "g64": {},
+        "g32 bf16 interleaved": {
+            **{"group_size": 32, "dtype": torch.bfloat16, "layout": "interleaved"},
+            **{"ids": torch.int32, "k": 64, "n": 32},
+        },
+        "g256 fp16": {"group_size": 256, "dtype": torch.float16, "n": 300, "experts": 2},
+        "one": {"m": 1, "topk": 1, "experts": 1, "n": 1, "k": 1},
+    },
+    empties={
+        "no tokens": {"m": 0},
+        "no routes": {"topk": 0},
+        "no experts": {"experts": 0},
+        "no intermediate features": {"n": 0},
+        "no features": {"k": 0},
+        "nothing": {"m": 0, "n": 0, "k": 0, "topk": 0, "experts": 0},
+    },
+    empty_result=lambda inputs: (
+        torch.zeros(inputs["x_int8"].shape, dtype=inputs["output_dtype"]),
+    ),
+    sizes=("n", "k"),
+    wrong={
+        "group_size 48": ({"group_size": 48}, ValueError, ("group_size", "48", "64")),
+        "group_size True": ({"group_size": True}, ValueError, ("group_size", "True")),
+        "another group_size": ({"group_size": 32}, ValueError, ("scale_x", "[17, 3]", "[17, 5]")),
+        "gate_up_layout": (
+            {"gate_up_layout": "stacked"},
+            ValueError,
+            ("gate_up_layout", "'stacked'", "interleaved"),
+        ),
+        "gate_up_layout None": ({"gate_up_layout": None}, TypeError, ("gate_up_layout", "None")),
+        "output_dtype str": ({"output_dtype": "bf16"}, TypeError, ("output_dtype", "str")),
+        "output_dtype fp64": (
+            {"output_dtype": torch.float64},
+            TypeError,
+            ("output_dtype", "float64", "bfloat16"),
+        ),
+        "w_gate_up is rows [E,2I,H]": (
+            {"w_gate_up": torch.zeros(4, 140, 150, dtype=torch.int8)},
+            ValueError,
+            ("w_gate_up", "[4, 140, 150]", "transpose(1, 2)"),
+        ),
+        "w_gate_up of an odd number of columns": (
+            {"w_gate_up": torch.zeros(4, 150, 139, dtype=torch.int8)},
+            ValueError,
+            ("w_gate_up", "139", "even"),
+        ),
+        "w_down is rows [E,H,I]": (
+            {"w_down": torch.zeros(4, 150, 70, dtype=torch.int8)},
+            ValueError,
+            ("w_down", "[4, 150, 70]", "[4, 70, 150]", "transpose(1, 2)"),
+        ),
+        "too many experts": (
+            {"w_gate_up": torch.zeros(4097, 150, 2, dtype=torch.int8)},
+            ValueError,
+            ("w_gate_up", "4097", "4096"),
+        ),
+    },
+    required=lambda backend, problem: backend in ("reference", "cpu", "triton"),
+    warm_shape=_moe_shape,
+)
+
+SAMPLES = (DISPATCH_PLAN, DISPATCH_PLAN_RAGGED, MOE_FINALIZE, MOE_FFN)

@@ -47,15 +47,19 @@ class Config:
 
 
 def config(problem: Problem) -> Config:
-    (m, _), b = problem.spec("a").shape, problem.spec("b")
-    n = b.shape[-1]
+    b = problem.spec("b")
+    packed = len(b.shape) == 3
+    return blocking(problem.spec("a").shape[0], b.shape[-1], packed, b.stride[-2] == 1)
+
+
+def blocking(m: int, n: int, packed: bool, along_k: bool) -> Config:
+    """The blocks of m x n outputs; `along_k`: the weight's stride along K is 1."""
     rows = min(max(m, 1), _ROWS)
     columns = max(64, min(_MAX_COLUMNS, _BLOCK_ELEMENTS // rows))
     columns = min(columns, max(n, 1))
     groups = min(_MAX_GROUPS, _OUTPUTS_A_CALL // (rows * columns))
     groups = groups if groups >= 4 else 1
-    packed = len(b.shape) == 3
-    swap = (8 if packed else 1) < m <= _SWAP_ROWS and b.stride[-2] == 1
+    swap = (8 if packed else 1) < m <= _SWAP_ROWS and along_k
     product = "int8 product" if int8_product_is_exact() else "fp32 product of the codes"
     fma = "addcmul" if addcmul_is_fused() else "fma in float64"
     layout = "group-packed weight" if packed else "strided weight"
