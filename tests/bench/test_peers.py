@@ -10,7 +10,7 @@ import types
 import pytest
 import torch
 
-from farro.bench import humming, peers, timing
+from farro.bench import humming, kept, peers, timing
 from farro.bench.case import Missing, Options, Subject
 from farro.formats.int8_group import quantize
 
@@ -116,7 +116,7 @@ def stand_in(monkeypatch):
     monkeypatch.setattr(humming.importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(peers, "_quick_timer", lambda device: timing.CpuTimer())
-    monkeypatch.setattr(humming, "_LAYERS", {})
+    monkeypatch.setattr(kept, "_KEPT", {})
     monkeypatch.setattr(humming, "_CANDIDATES", {})
     return prepared
 
@@ -142,6 +142,6 @@ def test_humming_untuned_and_failing(stand_in, monkeypatch):
         raise RuntimeError("no compiler")
 
     monkeypatch.setattr(Layer, "load_from_unquantized", fails)
-    humming._LAYERS.clear()
+    kept._KEPT.clear()
     (missing,) = humming.humming(operands())
     assert isinstance(missing, Missing) and "no compiler" in missing.reason

@@ -140,10 +140,10 @@ def test_the_tuned_table_is_asked_first(monkeypatch, tmp_path):
     never = dataclasses.replace(best, promote=0)
     about = {"backend": "triton", "n": 4096, "k": 4096}
     rows = [
-        {**about, "variant": "default", "m": 1024, "config": best.as_dict()},
-        {**about, "variant": "default", "m": 1000, "config": never.as_dict()},  # not legal
-        {**about, "variant": "default", "m": 999, "config": {"another": "version"}},
-        {**about, "variant": "fast", "m": 1000, "config": never.as_dict()},
+        {**about, "fast_accum": False, "m": 1024, "config": best.as_dict()},
+        {**about, "fast_accum": False, "m": 1000, "config": never.as_dict()},  # not legal
+        {**about, "fast_accum": False, "m": 999, "config": {"another": "version"}},
+        {**about, "fast_accum": True, "m": 1000, "config": never.as_dict()},
     ]
     tuning.write(tuning.user_path("fp8_linear", "some_gpu"), "fp8_linear", "some_gpu", rows, None)
     for fast, want in ((False, best), (True, never)):

@@ -114,11 +114,15 @@ class Adapter:
 
     operator: str
     build: Callable[[Sizes, Options], Case]
-    shapes: Mapping[str, tuple[dict[str, int], ...]]  # named sets of sizes, all dimensions but m
+    # named sets of sizes: all dimensions but m, or, where a problem has rows of its own, m too
+    shapes: Mapping[str, tuple[dict[str, int], ...]]
     rows: Mapping[str, tuple[int, ...]]  # the same names: values of m
     group_sizes: tuple[int, ...] = (256,)
     variants: tuple[str, ...] = ()  # instead of group sizes
+    # what rows of tuned tables say of the options, beside sizes
+    tuned_as: Callable[[Options], dict[str, Any]] = lambda options: options.settings
     max_error: float = 1e-2  # of any right result against the truth
+    exact: bool = True  # all configurations give the same bits
     ceiling: Callable[[torch.device], Subject | Missing] | None = None
     ceiling_ops: Callable[[torch.device], int] = lambda device: 0
     rank: Callable[[Sizes, Options], int] = lambda sizes, options: 0  # the lowest is run first

@@ -13,20 +13,37 @@ import importlib.util
 import json
 import os
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-from .case import Missing, Subject
-from .peers import Operands, fastest, product64
+from .case import Missing, Options, Subject
+from .kept import kept
+from .peers import Form, fastest, product64
 
-_LAYERS: dict[Any, Any] = {}
 _CANDIDATES: dict[Any, list[str]] = {}
 _MOST = 40
 
 
-def humming(operands: Operands) -> Iterator[Subject | Missing]:
-    name = f"Humming INT8 G{operands.group_size}"
+class Given(Protocol):
+    """Codes with scales, as the values that they stand for."""
+
+    @property
+    def b(self) -> torch.Tensor: ...  # codes [N,K] of the weight
+
+    @property
+    def options(self) -> Options: ...
+
+    @property
+    def form(self) -> Form: ...
+
+    def x(self, dtype: torch.dtype) -> torch.Tensor: ...
+
+    def weight(self, dtype: torch.dtype) -> torch.Tensor: ...
+
+
+def humming(operands: Given) -> Iterator[Subject | Missing]:
+    name = f"Humming {operands.form.label}"
     if importlib.util.find_spec("humming") is None:
         yield Missing(name, "not installed: pip install humming-kernels")
         return
@@ -59,35 +76,34 @@ def _quantize(layer: Any, x: torch.Tensor) -> Any:
     return may_quant_input(layer.humming_config, x)
 
 
-def _layer(operands: Operands) -> tuple[Any, torch.Tensor]:
-    """The layer of this weight and the weight that it was given; the last one is kept."""
+def _layer(operands: Given) -> tuple[Any, torch.Tensor]:
+    """The layer of this weight and the weight that it was given; kept where there is room."""
     from humming.layer import HummingLayer
 
-    (n, k), group_size = operands.b.shape, operands.group_size
-    key = (n, k, group_size, operands.b.device, operands.b.data_ptr())
-    if key not in _LAYERS:
-        _LAYERS.clear()
+    (n, k), form = operands.b.shape, operands.form
+
+    def make() -> tuple[Any, torch.Tensor]:
         weight = operands.weight(torch.bfloat16)
         with torch.cuda.device(operands.b.device):
             layer = HummingLayer(
                 shape_n=n,
                 shape_k=k,
-                weight_config={"dtype": "int8", "group_size": group_size},
-                input_config={"dtype": "int8", "group_size": group_size},
+                weight_config=dict(form.weight),
+                input_config=dict(form.input),
                 torch_dtype=torch.bfloat16,
             ).cuda()
             layer.load_from_unquantized(weight)
             layer.transform()
-        _LAYERS[key] = layer, weight
-    found: tuple[Any, torch.Tensor] = _LAYERS[key]
+        return layer, weight
+
+    key = ("humming", n, k, form.label, operands.b.device, operands.b.data_ptr())
+    found: tuple[Any, torch.Tensor] = kept(key, make)
     return found
 
 
-def _tuned(
-    layer: Any, codes: torch.Tensor, scale: torch.Tensor, operands: Operands
-) -> str | Missing:
+def _tuned(layer: Any, codes: torch.Tensor, scale: torch.Tensor, operands: Given) -> str | Missing:
     """The fastest candidate for this M, as the JSON text that Humming takes."""
-    name = f"Humming INT8 G{operands.group_size} tuned"
+    name = f"Humming {operands.form.label} tuned"
     config = layer.humming_config.to_str()
     if config not in _CANDIDATES:
         _CANDIDATES.clear()

@@ -1,4 +1,7 @@
-"""What a user would run instead of int8_gemm, each optional and each by its public interface."""
+"""What a user would run instead of int8_gemm, each optional and each by its public interface.
+
+fp8_peers.py has the peers of FP8 products.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,17 @@ import torch
 from .case import Missing, Options, Subject
 from .timing import GpuTimer, median
 
-NAMES = ("bf16", "int_mm", "triton", "humming")  # what --peers takes, beside none, default, tuned
+# what --peers takes, beside none, default, tuned
+NAMES = ("bf16", "int_mm", "scaled_mm", "triton", "humming", "deepgemm")
+
+
+@dataclass(frozen=True)
+class Form:
+    """What a table calls a format, and what Humming calls it for a weight and for its input."""
+
+    label: str
+    weight: dict[str, Any]
+    input: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -26,6 +39,11 @@ class Operands:
     scale_b: torch.Tensor  # [ceil(K/G), N]
     group_size: int
     options: Options
+
+    @property
+    def form(self) -> Form:
+        codes = {"dtype": "int8", "group_size": self.group_size}
+        return Form(f"INT8 G{self.group_size}", codes, codes)
 
     def x(self, dtype: torch.dtype) -> torch.Tensor:
         return exact(self.a, self.scale_a, self.group_size, dtype)
@@ -57,7 +75,7 @@ def dense(operands: Operands) -> Iterator[Subject | Missing]:
     """The peers of a dense product, in the order of the table."""
     options = operands.options
     if wanted(options, "bf16"):
-        yield _bf16(operands)
+        yield bf16(operands.x(torch.bfloat16), operands.weight(torch.bfloat16))
     if wanted(options, "int_mm"):
         yield _int_mm(operands)
     if options.device.type != "cuda":
@@ -74,9 +92,8 @@ def _library(device: torch.device) -> str:
     return "cuBLAS" if device.type == "cuda" else "oneDNN"
 
 
-def _bf16(operands: Operands) -> Subject:
-    """torch's matmul of the values that the codes stand for, rounded to BF16."""
-    x, weight = operands.x(torch.bfloat16), operands.weight(torch.bfloat16)
+def bf16(x: torch.Tensor, weight: torch.Tensor) -> Subject:
+    """torch's matmul of BF16 values [M,K] and [N,K], with its own truth."""
     return Subject(
         f"{_library(x.device)} BF16",
         "peer",

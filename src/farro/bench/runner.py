@@ -6,7 +6,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,14 +44,16 @@ class Session:
     output: Path | None = None
     deadline: float | None = None
     tops: float | None = None  # the tensor-core ceiling
-    _missing: set[Missing] = field(default_factory=set)
 
-    def miss(self, missing: Missing) -> None:
-        """Name a subject that does not run, once for each reason."""
-        if missing not in self._missing:
-            self._missing.add(missing)
-            self.result["missing"].append({"name": missing.name, "reason": missing.reason})
-            self.say(f"  {missing.name}: {missing.reason}")
+    def miss(self, missing: Missing, where: str) -> None:
+        """Name a subject that does not run, once for each reason, and all cases that lack it."""
+        about = {"name": missing.name, "reason": missing.reason}
+        for entry in self.result["missing"]:
+            if about.items() <= entry.items():
+                entry["cases"].append(where)
+                return
+        self.result["missing"].append({**about, "cases": [where]})
+        self.say(f"  {missing.name}: {missing.reason}")
 
 
 def open_session(
@@ -104,7 +106,7 @@ def _measure_ceilings(session: Session) -> None:
         return
     subject = session.adapter.ceiling(device)
     if isinstance(subject, Missing):
-        session.miss(subject)
+        session.miss(subject, "ceiling")
         return
     subject.call()
     us = median(session.clock.samples(subject.call, QUICK))
@@ -120,7 +122,7 @@ def run_case(session: Session, plan: Plan) -> list[dict[str, Any]]:
     ready: list[tuple[Subject, dict[str, Any]]] = []
     for found in _subjects(session, case, dense):
         if isinstance(found, Missing):
-            session.miss(found)
+            session.miss(found, _title(session, plan))
             continue
         try:
             ready.append((found, _check(session, case, found)))
@@ -154,7 +156,7 @@ def _failed(session: Session, plan: Plan, subject: Subject, error: Exception) ->
         session.result["failed"].append(f"{_title(session, plan)}: {subject.name}: {reason}")
         session.say(f"  FAILED {subject.name}: {reason}")
     else:
-        session.miss(Missing(subject.name, reason))
+        session.miss(Missing(subject.name, reason), _title(session, plan))
 
 
 def _subjects(session: Session, case: Case, dense: bool) -> Iterator[Subject | Missing]:

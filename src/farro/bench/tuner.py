@@ -1,9 +1,9 @@
 """farro tune: measure a kernel's configurations on this device and keep the best in a table.
 
-For each problem the kernel's own `configs` are compiled in parallel processes, run and compared bit
-for bit with each other and by value with the truth, timed quickly, and the best few carefully. All
-times go to a log in the user's cache, from which bench/tables.py makes the table: a run that stops
-is continued by the next one.
+For each problem the kernel's own `configs` are compiled in parallel processes, run and compared by
+value with the truth and (where they have to give the same bits) with each other, timed quickly, and
+the best few carefully. All times go to a log in the user's cache, from which bench/tables.py makes
+the table: a run that stops is continued by the next one.
 """
 
 from __future__ import annotations
@@ -64,12 +64,12 @@ class Work:
     configs: tuple[Any, ...]
     chosen: Any  # what a call would use now
     signature: tuple[Any, ...]  # of the strides, as far as compilers specialize on them
+    settings: dict[str, Any]  # what a row of the table says of the options
 
     @property
     def key(self) -> dict[str, Any]:
-        options = self.plan.options
-        dtype = str(options.dtype).removeprefix("torch.")
-        about = {"backend": self.kernel.backend, **options.settings, "dtype": dtype}
+        dtype = str(self.plan.options.dtype).removeprefix("torch.")
+        about = {"backend": self.kernel.backend, **self.settings, "dtype": dtype}
         return {**about, **self.plan.sizes}
 
 
@@ -86,7 +86,10 @@ def tune(tuner: Tuner, plans: Sequence[Plan]) -> list[dict[str, Any]]:
             "would be lost. Bring that log there, or begin again with --fresh"
         )
     tuner.entries = [] if tuner.fresh or not tuner.keep else _read_log(tuner.log)
-    work = [w for plan in plans for w in _work(tuner, plan)]
+    work: list[Work] = []
+    for item in (w for plan in plans for w in _work(tuner, plan)):
+        if all(item.key != w.key for w in work):  # of forms that a table does not tell apart one
+            work.append(item)
     known = [e["problem"] for e in tuner.entries]
     todo = [w for w in work if w.key not in known]
     if not work:
@@ -123,7 +126,8 @@ def _work(tuner: Tuner, plan: Plan) -> list[Work]:
         chosen = kernel.config(problem)
         configs = sorted(kernel.configs(problem), key=lambda config: _scatter(repr(config)))
         some = dict.fromkeys((chosen, *(configs[: tuner.limit] if tuner.limit else configs)))
-        found.append(Work(plan, kernel, tuple(some), chosen, _signature(problem)))
+        settings = tuner.adapter.tuned_as(plan.options)
+        found.append(Work(plan, kernel, tuple(some), chosen, _signature(problem), settings))
     return found
 
 
@@ -193,7 +197,7 @@ def _measure(tuner: Tuner, clock: Timer, item: Work, failed: set[tuple[Any, ...]
             continue
         try:
             result = _poisoned(case, function, config)
-            if anchor is None:
+            if anchor is None or not tuner.adapter.exact:
                 error = relative_error(case.value(result), case.truth())
                 if not error < tuner.adapter.max_error:
                     tuner.say(f"  WRONG, error {error:.1e}: {config}")

@@ -21,7 +21,7 @@ def bench_command(
     shapes: Annotated[
         str | None,
         typer.Option(
-            help="Named sets (default, heldout, cpu) or sizes NxK, comma separated "
+            help="Named sets (default, heldout, cpu, models) or sizes NxK, comma separated "
             "[default: 'default' on a GPU, 'cpu' on a CPU]"
         ),
     ] = None,
@@ -42,7 +42,8 @@ def bench_command(
         str,
         typer.Option(
             help="none, default, tuned (peers that have a tuner, tuned too), or names: "
-            "bf16,int_mm,triton,humming (grouped: bf16,scaled_grouped,deepgemm,humming)"
+            "bf16,int_mm,scaled_mm,triton,humming,deepgemm "
+            "(grouped: bf16,scaled_grouped,deepgemm,humming)"
         ),
     ] = "default",
     device: Annotated[str | None, typer.Option(help="cuda, cuda:1, cpu [default: a GPU]")] = None,

@@ -14,7 +14,7 @@ import typer
 
 def tune_command(
     operator: Annotated[
-        str, typer.Argument(help="int8_gemm, int8_quantize or fp8_quantize")
+        str, typer.Argument(help="int8_gemm, int8_quantize, fp8_quantize, fp8_linear, ...")
     ] = "int8_gemm",
     shapes: Annotated[
         str, typer.Option(help="Named sets (default, heldout) or sizes NxK, comma separated")

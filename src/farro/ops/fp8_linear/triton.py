@@ -53,7 +53,7 @@ def config(problem: Problem) -> Config:
 
     found = chosen(
         table("fp8_linear", problem.arch.device),
-        {"backend": "triton", "variant": "fast" if problem.param("fast_accum") else "default"},
+        {"backend": "triton", "fast_accum": bool(problem.param("fast_accum"))},
         {"m": m, "n": n, "k": k},
         problem.arch.multiprocessors,
         legal,
