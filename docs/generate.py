@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "docs")]
 
 import group_size  # noqa: E402
+import model_shapes  # noqa: E402
 import noise_study  # noqa: E402
 
 from farro.arch import FEATURE_TEXT, arch_named  # noqa: E402
@@ -161,10 +162,10 @@ def number(value: float | None) -> str:
 
 
 def _groups(rows: list[dict[str, Any]]) -> dict[tuple[Any, ...], list[dict[str, Any]]]:
-    """Rows of each (N, K, form, dtype, cold), the dense sweep aside."""
+    """Rows of each (N, K, form, dtype, cold), the dense sweep and problems of models aside."""
     found: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for row in rows:
-        if row["set"] != "dense":
+        if row["set"] not in ("dense", model_shapes.SET):
             key = (row.get("n"), row["k"], _form(row), row["dtype"], row["cold"])
             found.setdefault(key, []).append(row)
     return found
@@ -235,6 +236,9 @@ def _result(name: str, device: str, result: dict[str, Any]) -> list[str]:
         host = _host(rows)
         if host:
             lines.append(f"Host time of an eager call, microseconds: {host}.\n")
+    for title, rows, head, table in model_shapes.tables(result["rows"]):
+        lines += [f"**{title}**, microseconds:\n", markdown(head, table)]
+        lines.append(f"Largest relative error: {_errors(rows)}.\n")
     for step in result.get("steps", []):
         low, high = step["between"]
         sizes = " x ".join(str(step[s]) for s in ("n", "k") if s in step)

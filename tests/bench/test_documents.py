@@ -68,6 +68,25 @@ def test_performance_page_of_a_result(generate, result, tmp_path, monkeypatch):
     assert dense == "int8_gemm-24x96-g32-dense.png"
 
 
+def test_performance_page_of_problems_of_models(generate, result, tmp_path, monkeypatch):
+    """One table, whatever N and K; the tables and plots of a shape leave them out."""
+    content = copy.deepcopy(result)
+    content["rows"] = [row for row in content["rows"] if row["set"] == "given"]
+    for row in content["rows"]:
+        row["set"] = "models"
+        row["n"] += row["m"]
+    monkeypatch.setattr(generate, "RESULTS", tmp_path)
+    results.save(tmp_path / "chip" / "int8_gemm.json", content)
+    text = generate.performance()
+    assert "**Problems of models, G 32, bfloat16, cold caches**, microseconds:" in text
+    assert "**N = " not in text and "plots/" not in text
+    lines = [line for line in text.splitlines() if line.startswith("| M | N | K |")]
+    assert len(lines) == 1 and "| farro auto |" in lines[0]
+    auto = next(r for r in content["rows"] if r["subject"] == "farro auto" and r["m"] == 2)
+    line = next(line for line in text.splitlines() if line.startswith("| 2 | 26 | 96 |"))
+    assert f" {generate.number(auto['us'])} |" in line
+
+
 def test_summary_compares_with_bf16_and_the_best_scaled_peer(
     generate, result, tmp_path, monkeypatch
 ):

@@ -21,7 +21,9 @@ def _figures(result: dict[str, Any]) -> dict[str, tuple[str, list[dict[str, Any]
     """File name -> kind ("m" or "dense") and the rows to draw."""
     found = {}
     for kind in ("m", "dense"):
-        rows = [row for row in result["rows"] if (row["set"] == "dense") == (kind == "dense")]
+        sets = {row["set"] for row in result["rows"]} - {"models"}  # an M of their own
+        sets = {"dense"} & sets if kind == "dense" else sets - {"dense"}
+        rows = [row for row in result["rows"] if row["set"] in sets]
         for name, members in _shapes(rows).items():
             if len({row["m"] for row in members}) > 1:
                 found[f"{name}-{kind}.png"] = kind, members
