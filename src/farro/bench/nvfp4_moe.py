@@ -1,7 +1,8 @@
 """Expert layers of models in the benchmark: M tokens, hidden size K, intermediate size N.
 
 The variants are the two products of a layer by themselves, the first one fused with its activation
-and quantizer, and the whole layer: plan, scatter, both products, the weighted sum.
+and quantizer, and the whole layer as farro.nn.SparseNVFP4Experts computes it: plan, quantizer, both
+products, the weighted sum.
 """
 
 from __future__ import annotations
@@ -15,9 +16,15 @@ import torch
 
 from ..arch import Arch
 from ..dispatch import _DESCRIBERS, explained_by
-from ..ops.moe_route import dispatch_plan, moe_finalize
-from ..ops.nvfp4_group_mm import group_mm, group_mm_swiglu_quant
-from ..ops.nvfp4_quantize import dequantize_act, scatter_quant_act_planned, silu_mul_quant_act
+from ..nn import SparseNVFP4Experts
+from ..ops.moe_route import dispatch_plan, dispatch_plan_ragged
+from ..ops.nvfp4_group_mm import group_mm, group_mm_ragged, group_mm_swiglu_quant
+from ..ops.nvfp4_quantize import (
+    dequantize_act,
+    scatter_quant_act_planned,
+    scatter_quant_act_ragged,
+    silu_mul_quant_act,
+)
 from .case import Adapter, Case, Missing, Options, Sizes, Subject
 from .grouped_peers import Experts, grouped
 from .layer_peers import layers
@@ -68,6 +75,14 @@ class Layer:
     def experts(self) -> int:
         return self.gate_up.alpha.shape[0]
 
+    def module(self, capacity: int | None = None) -> SparseNVFP4Experts:
+        sizes = self.experts, self.down.n, self.down.k
+        made = SparseNVFP4Experts(*sizes, capacity=capacity, device="meta")
+        made.gate_up, made.down = self.gate_up.module(), self.down.module()
+        made.input_gscale, made.middle_gscale = self.first, self.second
+        made.derive_alphas_()
+        return made
+
 
 @dataclass(frozen=True)
 class Inputs:
@@ -83,33 +98,26 @@ def _gate_up(layer: Layer, counts: torch.Tensor, codes: Any) -> tuple[Any, ...]:
     return *layer.gate_up.parts, *codes, layer.alphas[0], counts
 
 
-def run_layer(inputs: Inputs, layer: Layer, *, backend: str = "auto") -> torch.Tensor:
-    """The whole layer; where a native back end is asked for, its products, the rest by "auto"."""
-    products, backend = backend, "auto" if backend == "cuda" else backend
-    plan = dispatch_plan(inputs.ids, 0, layer.experts, inputs.cap, backend=backend)
-    counts, dest, token, route = plan
-    given = (inputs.x, token, route, None, layer.first, counts, inputs.cap)
-    codes = scatter_quant_act_planned(*given, backend=backend)
-    up, down = layer.gate_up, layer.down
-    first: tuple[Any, ...] = (*_gate_up(layer, counts, codes), layer.second, up.n, up.k)
-    codes = group_mm_swiglu_quant(*first, backend=products)
-    shape = (layer.experts, inputs.cap, down.n)
-    fused = torch.empty(shape, dtype=torch.bfloat16, device=inputs.x.device)
-    second = (*down.parts, *codes, layer.alphas[1], counts, down.n, down.k)
-    group_mm(fused, *second, backend=products)
-    out = torch.empty_like(inputs.x)
-    return moe_finalize(out, fused, dest, inputs.weights, backend=backend)
+def run_layer(inputs: Inputs, module: SparseNVFP4Experts, *, backend: str = "auto") -> torch.Tensor:
+    module.backend = backend
+    out: torch.Tensor = module(inputs.x, inputs.ids, inputs.weights)
+    return out
 
 
 def _describe(
-    inputs: Inputs, layer: Layer, *, backend: str = "auto", arch: Arch | None = None
+    inputs: Inputs,
+    module: SparseNVFP4Experts,
+    *,
+    backend: str = "auto",
+    arch: Arch | None = None,
 ) -> Any:
     """As the product that takes most of its time."""
-    counts, _, token, route = dispatch_plan(inputs.ids, 0, layer.experts, inputs.cap)
-    codes = scatter_quant_act_planned(inputs.x, token, route, None, layer.first, counts, inputs.cap)
-    up = layer.gate_up
-    given = (*_gate_up(layer, counts, codes), layer.second, up.n, up.k)
-    return _DESCRIBERS[group_mm_swiglu_quant](*given, backend=backend, arch=arch)
+    offsets, _, token, route = dispatch_plan_ragged(inputs.ids, 0, module.num_experts)
+    gscale, up = module.input_gscale, module.gate_up
+    codes = scatter_quant_act_ragged(inputs.x, token, route, None, gscale, offsets)
+    out = torch.empty(len(token), up.shape[1], dtype=torch.bfloat16, device=inputs.x.device)
+    given = (out, *up.parts, *codes, up.alpha, offsets, *up.shape[1:])
+    return _DESCRIBERS[group_mm_ragged](*given, backend=backend, arch=arch)
 
 
 explained_by(_describe)(run_layer)
@@ -188,6 +196,11 @@ def _forms(inputs: Inputs, layer: Layer) -> dict[str, Form]:
 
         yield Subject("farro auto, two calls", "farro", call, value)
 
+    def in_padded_rows() -> Iterator[Subject | Missing]:
+        """With the least capacity that drops nothing, which the host cannot know in real use."""
+        module = layer.module(cap)
+        yield Subject("farro auto, padded", "farro", lambda: run_layer(inputs, module))
+
     def summed() -> torch.Tensor:
         """The layer on dequantized weights, without quantization in between."""
         total = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
@@ -212,12 +225,13 @@ def _forms(inputs: Inputs, layer: Layer) -> dict[str, Form]:
         ),
         "layer": Form(
             run_layer,
-            (inputs, layer),
+            (inputs, layer.module()),
             (up, down),
             2 * x.nbytes,
             summed,
             lambda result: result,
-            lambda options: layers(
+            extra=in_padded_rows,
+            peers=lambda options: layers(
                 x, inputs.ids, inputs.weights, lambda: (up.bf16(), down.bf16()), options
             ),
         ),

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ..formats.nvfp4 import MAX_CODE, MAX_SCALE
+from ..nn import CompressedWeight
 from ..ops.nvfp4_weights import (
     compress,
     decompress,
@@ -35,6 +36,12 @@ class Weight:
     @property
     def parts(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         return self.a_comp, self.e_meta, self.sfa
+
+    def module(self) -> CompressedWeight:
+        made = CompressedWeight(self.alpha.shape[0], self.n, self.k, device="meta")
+        made.codes, made.metadata, made.block_scale = self.parts
+        made.alpha = self.alpha
+        return made
 
     def dense(self, expert: int) -> torch.Tensor:
         """What the codes of one expert stand for, fp32 [N, K]."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from .compressed_weight import CompressedWeight
 from .int8_linear import DTYPES, Int8Linear
+from .sparse_nvfp4_experts import SparseNVFP4Experts
 
-__all__ = ["DTYPES", "Int8Linear"]
+__all__ = ["DTYPES", "CompressedWeight", "Int8Linear", "SparseNVFP4Experts"]
