@@ -188,6 +188,7 @@ def _counts(case: GroupCase, random: torch.Generator) -> torch.Tensor:
     if not case.ragged:
         return counts.int()
     ends = counts.clamp(-(1 << 20), 1 << 20).cumsum(0) - (2 if case.counts == "wild" else 0)
+    ends = ends.cummax(0).values  # a row that two experts claim has no one result
     return torch.cat((ends[:1] * 0 - (2 if case.counts == "wild" else 0), ends)).int()
 
 

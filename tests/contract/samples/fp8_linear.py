@@ -234,7 +234,10 @@ SAMPLES = (
     ),
     _sample(
         farro.fp8_linear_residual_bf16,
-        {"residual": {"residual": "MN"}, "a number": {"residual": "MN", "alpha": 2.0, "k": 96}},
+        {
+            "residual": {"residual": "MN"},
+            "a number": {"residual": "MN", "n": 48, "alpha": 2.0, "k": 96},
+        },
         arguments={**_ARGUMENTS, "residual": Argument((_BF16,), rows=0, any_shape=True)},
         wrong={**_WRONG, **_VARIANT, **_RESIDUAL},
     ),

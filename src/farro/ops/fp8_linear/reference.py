@@ -34,6 +34,7 @@ def run(
         addend = None if bias is None else bias[across]
         for top in range(0, m, rows):
             down = slice(top, min(top + rows, m))
-            total = (x[down].double() @ block.T).float()
+            # + 0.0: a sum of zeros is +0, whichever way a library begins it
+            total = (x[down].double() @ block.T + 0.0).float()
             more = None if residual is None else residual[down, across]
             out[down, across] = finish(total, alpha, addend, more, epilogue).to(out.dtype)

@@ -107,7 +107,7 @@ def _problem(
 
 def _outputs(topk_ids: torch.Tensor, num_local_experts: int, cap: int | None) -> Plan:
     """Padded: counts [E] and E * cap rows. Ragged: offsets [E + 1] and a row for each route."""
-    ragged = cap is None
+    ragged = int(cap is None)  # a bool is no number to symbolic sizes
     rows = topk_ids.numel() if cap is None else num_local_experts * cap
 
     def empty(*shape: int) -> torch.Tensor:

@@ -49,7 +49,7 @@ def warm(device: torch.device, shape: tuple[int, ...]) -> list[Callable[[], Any]
         weight = (new(code, 1, n, k // 4), new(code, 1, n, k // 16), new(code, 1, n, k // 32))
         x = new(code, *leading, k // 2) if coded else new(brain, *leading, k)
         scales = new(code, *leading, k // 32) if coded else None
-        counts = new(torch.int32, 1 + ragged)
+        counts = new(torch.int32, 1 + int(ragged))
         one = new(torch.float32, 1)
         if not ragged and n % 64 == 0:
             for interleaved in (False, True):

@@ -73,7 +73,7 @@ def check_operands(name: str, operands: Sequence[Any], features: int, k: int) ->
     argument = count_name(name)
     hint = ", as dispatch_plan_ragged gives it" if ragged else ", as dispatch_plan gives it"
     check_dtype(name, argument, counts, (torch.int32,), hint)
-    check_shape(name, argument, counts, (e + ragged,), "[E + 1]" if ragged else "[E]")
+    check_shape(name, argument, counts, (e + int(ragged),), "[E + 1]" if ragged else "[E]")
     check_place(
         name,
         **{"a_comp": a_comp, "e_meta": e_meta, "sfa": sfa, "b_act": b_act, "sfb": sfb},
