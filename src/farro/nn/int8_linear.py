@@ -7,25 +7,16 @@ from typing import Any
 
 import torch
 
-from ..checks import (
-    FLOATS,
-    check_backend,
-    check_devices,
-    check_dtype,
-    check_required,
-    check_shape,
-    check_size,
-)
 from ..formats.int8_group import check_group_size, group_count, pack_groups, unpack_groups
 from ..ops.int8_gemm import int8_gemm
 from ..ops.int8_quantize import dequantize_int8_groups, quantize_int8_groups
+from .quantized_linear import DTYPES, QuantizedLinear
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _PACKED_BACKENDS = ("auto", "cpu", "reference")  # those that read the group-packed weight
 _MAX_PADDING = 1 / 16  # of the codes: a narrow layer would pay more memory than packing gains time
 
 
-class Int8Linear(torch.nn.Module):
+class Int8Linear(QuantizedLinear):
     """y = x W^T + bias with INT8 codes and one FP32 scale per group of G along K (W8A8).
 
     The weight is quantized once; activations are quantized in groups on every call
@@ -54,7 +45,6 @@ class Int8Linear(torch.nn.Module):
     bias and leaves codes and scales as they are.
     """
 
-    bias: torch.Tensor | None
     _codes: torch.Tensor
     _scale: torch.Tensor
 
@@ -69,15 +59,9 @@ class Int8Linear(torch.nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(in_features, out_features, backend)
         check_group_size("Int8Linear", group_size)
-        check_backend("Int8Linear", backend)
-        check_size("Int8Linear", "in_features", in_features)
-        check_size("Int8Linear", "out_features", out_features)
-        self.in_features = in_features
-        self.out_features = out_features
         self.group_size = group_size
-        self.backend = backend
         groups = group_count(in_features, group_size)
         codes = torch.zeros(out_features, in_features, dtype=torch.int8, device=device)
         scale = torch.ones(groups, out_features, dtype=torch.float32, device=device)
@@ -104,24 +88,12 @@ class Int8Linear(torch.nn.Module):
             TypeError: weight or bias is not a floating-point tensor.
             ValueError: shapes that do not fit, another group_size, NaN or Inf in the weight.
         """
-        check_required("Int8Linear", weight=weight)
-        if weight.dim() != 2:
-            raise ValueError(f"Int8Linear: weight has shape {list(weight.shape)}; needed [N, K]")
-        check_dtype("Int8Linear", "weight", weight, FLOATS)
+        weight = cls._matrix(weight)
         n, k = weight.shape
         module = cls(k, n, bias is not None, group_size, backend=backend, device="meta")
-        weight = weight.detach()
-        if 0 in weight.stride():  # an expanded weight is legal for a linear layer
-            weight = weight.contiguous()
         codes, scale = quantize_int8_groups(weight, group_size)
-        if not scale.is_meta and not bool(torch.isfinite(scale).all()):
-            raise ValueError("Int8Linear: the weight holds NaN or Inf; INT8 has no code for them")
-        if bias is not None:
-            check_required("Int8Linear", bias=bias)
-            check_dtype("Int8Linear", "bias", bias, DTYPES)
-            check_devices("Int8Linear", weight=weight, bias=bias)
-            check_shape("Int8Linear", "bias", bias, (n,), "[N]")
-            module.bias = bias.detach().clone()
+        cls._check_scale(scale, "INT8")
+        module._take_bias(weight, bias)
         module._codes, module._scale = codes, scale.T.contiguous()
         module._lay_out()
         return module
@@ -134,12 +106,7 @@ class Int8Linear(torch.nn.Module):
 
         Raises TypeError for anything else, and what `from_weight` raises.
         """
-        if not isinstance(linear, torch.nn.Linear):
-            given = type(linear).__name__
-            raise TypeError(
-                f"Int8Linear.from_linear: linear is a {given}; needed a torch.nn.Linear, or use "
-                "Int8Linear.from_weight(weight [N, K], bias)"
-            )
+        cls._check_linear(linear)
         module = cls.from_weight(linear.weight, linear.bias, group_size, backend=backend)
         return module.train(linear.training)
 
@@ -154,16 +121,7 @@ class Int8Linear(torch.nn.Module):
         return self._scale.T
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        check_required("Int8Linear", x=x)
-        if x.dim() == 0 or x.shape[-1] != self.in_features:
-            raise ValueError(
-                f"Int8Linear: x has shape {list(x.shape)}; needed [..., {self.in_features}]"
-            )
-        check_dtype("Int8Linear", "x", x, DTYPES)
-        rows = x.unsqueeze(0) if x.dim() == 1 else x.flatten(0, -2)
-        if 0 in rows.stride():  # an expanded input is legal for a linear layer
-            rows = rows.contiguous()
-        q, scale = quantize_int8_groups(rows, self.group_size, backend=self.backend)
+        q, scale = quantize_int8_groups(self._rows(x), self.group_size, backend=self.backend)
         y = int8_gemm(
             q,
             self._codes.transpose(-1, -2),
@@ -176,27 +134,24 @@ class Int8Linear(torch.nn.Module):
         )
         return y.view(*x.shape[:-1], self.out_features)
 
+    @property
+    def form(self) -> str:
+        return f"group_size {self.group_size}"
+
     def dequantized_weight(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """The weight [N, K] that the codes and scales stand for."""
         return dequantize_int8_groups(self.weight, self.weight_scale, self.group_size, dtype)
 
     def dequantized_input(self, x: torch.Tensor) -> torch.Tensor:
-        """x [..., K] as the product sees it, quantized and restored, in fp32."""
         q, scale = quantize_int8_groups(x, self.group_size)
         return dequantize_int8_groups(q, scale, self.group_size)
 
     def tie_weight_(self, other: Int8Linear) -> int:
-        """Hold the same codes and scales as `other`; returns the bytes that this frees."""
         freed = self._codes.nbytes + self._scale.nbytes
         self._codes, self._scale = other._codes, other._scale
         return freed
 
     def extra_repr(self) -> str:
-        backend = "" if self.backend == "auto" else f", backend={self.backend!r}"
-        return (
-            f"in_features={self.in_features}, out_features={self.out_features}, "
-            f"bias={self.bias is not None}, group_size={self.group_size}{backend}"
-        )
+        return self._described(f", group_size={self.group_size}")
 
     # How the codes are kept: everything that moves or replaces them ends in _lay_out.
 
