@@ -99,9 +99,14 @@ def block_scales(largest: torch.Tensor, gscale: torch.Tensor) -> torch.Tensor:
     return encode_ue4m3(torch.where(largest.isfinite() & gscale.isfinite(), scale, torch.nan))
 
 
-def quantize_blocks(x: torch.Tensor, gscale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [..., K] and gscale FP32 [..., 1] -> packed uint8 [..., K/2], scales uint8 [..., K/32]."""
-    blocks = split(x.float(), -1, -1, BLOCK)
+def quantize_blocks(
+    x: torch.Tensor, gscale: torch.Tensor, block: int = BLOCK
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [..., K] and gscale FP32 [..., 1] -> packed uint8 [..., K/2], scales uint8 [..., K/block].
+
+    The family's blocks have 32 values; NVIDIA's dense checkpoints have blocks of 16.
+    """
+    blocks = split(x.float(), -1, -1, block)
     scales = block_scales(blocks.abs().amax(-1), gscale)
     ratio = gscale / decode_ue4m3(scales)
     values = torch.mul(
@@ -112,9 +117,11 @@ def quantize_blocks(x: torch.Tensor, gscale: torch.Tensor) -> tuple[torch.Tensor
     return _pack32(_encode(values)).flatten(-2), scales
 
 
-def dequantize_blocks(packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+def dequantize_blocks(
+    packed: torch.Tensor, scales: torch.Tensor, block: int = BLOCK
+) -> torch.Tensor:
     """FP32 [..., K] of code * scale, exact; NaN scales give NaN."""
-    values = split(decode_e2m1(unpack_codes(packed)), -1, -1, BLOCK)
+    values = split(decode_e2m1(unpack_codes(packed)), -1, -1, block)
     return (values * decode_ue4m3(scales).unsqueeze(-1)).flatten(-2)
 
 
