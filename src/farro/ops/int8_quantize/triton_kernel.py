@@ -11,6 +11,37 @@ ROUND = tl.constexpr(12582912.0)
 
 
 @triton.jit
+def magnitude(value):
+    """The bits of |value| order as integers do, NaN above Inf: no float maximum keeps a NaN."""
+    return value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def scale_of(largest):
+    """The scale of groups whose largest magnitude (its bits) is given, and which are finite."""
+    s = tl.div_rn(largest.to(tl.float32, bitcast=True), 127.0)
+    return tl.where(s < FLOOR, FLOOR, s), largest < 0x7F800000
+
+
+@triton.jit
+def codes_of(value, s, finite, WIDE: tl.constexpr):
+    """round-half-even(value / s) as int8, 0 where not finite. WIDE: values of more than 16 bits.
+
+    s and finite broadcast to the FP32 values.
+    """
+    # value / s, correctly rounded: a reciprocal and two of Markstein's corrections (IBM Journal of
+    # Research and Development 34, 1990). One is enough for all 16-bit values (tests prove it)
+    r = tl.div_rn(tl.full(s.shape, 1.0, tl.float32), s)
+    ratio = value * r
+    ratio = tl.fma(tl.fma(ratio, -s, value), r, ratio)
+    if WIDE:
+        ratio = tl.fma(tl.fma(ratio, -s, value), r, ratio)
+    # |ratio| rounds to 127 at most, so nothing needs clipping
+    code = (ratio + ROUND).to(tl.int32, bitcast=True)
+    return tl.where(finite, code, 0).to(tl.int8)
+
+
+@triton.jit
 def _row_offsets(rows, size1, size2, stride0, stride1, stride2, DIMS: tl.constexpr):
     """Offsets of rows numbered through up to three leading dimensions [.., size1, size2]."""
     if DIMS == 1:
@@ -57,24 +88,9 @@ def quantize_groups(
     offsets = row_offsets[:, None, None] + (depth.to(tl.int64) * stride_k)[None, :, :]
     value = tl.load(x + offsets, mask=inside, other=0.0).to(tl.float32)
 
-    # The bits of |x| order as integers do, NaN above Inf: unlike a float maximum this drops no NaN
-    bits = value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    largest = tl.max(bits, axis=2).to(tl.float32, bitcast=True)
-    s = tl.div_rn(largest, 127.0)
-    s = tl.where(s < FLOOR, FLOOR, s)
-    finite = tl.max(bits, axis=2) < 0x7F800000
-
-    # value / s, correctly rounded: a reciprocal and two of Markstein's corrections (IBM Journal of
-    # Research and Development 34, 1990). One is enough for all 16-bit values (tests prove it)
-    r = tl.div_rn(tl.full((ROWS, GROUPS), 1.0, tl.float32), s)[:, :, None]
-    minus_s = -s[:, :, None]
-    ratio = value * r
-    ratio = tl.fma(tl.fma(ratio, minus_s, value), r, ratio)
-    if x.dtype.element_ty.primitive_bitwidth > 16:
-        ratio = tl.fma(tl.fma(ratio, minus_s, value), r, ratio)
-    # |ratio| rounds to 127 at most, so nothing needs clipping
-    code = (ratio + ROUND).to(tl.int32, bitcast=True)
-    code = tl.where(finite[:, :, None], code, 0).to(tl.int8)
+    s, finite = scale_of(tl.max(magnitude(value), axis=2))
+    wide: tl.constexpr = x.dtype.element_ty.primitive_bitwidth > 16
+    code = codes_of(value, s[:, :, None], finite[:, :, None], wide)
 
     places = rows.to(tl.int64)[:, None, None] * k + depth[None, :, :]
     tl.store(q + places, code, mask=inside)

@@ -9,7 +9,7 @@ import torch
 
 from ...dispatch import Kernel, Operator
 from ...functional import Functional
-from . import cpu
+from . import cpu, triton
 from .checks import ARGUMENTS, NAME, check, check_types
 from .warm import calls
 
@@ -23,6 +23,17 @@ KERNELS = (
         needs=frozenset({"cpu"}),
         config=cpu.config,
         must_run=lambda problem: True,
+    ),
+    Kernel(
+        "moe_ffn.triton",
+        "triton",
+        run="ops.moe_ffn.triton:run",
+        bind="ops.moe_ffn.triton:bind",
+        needs=frozenset({"triton"}),
+        why_not=triton.why_not,
+        config=triton.config,
+        must_run=triton.must_run,
+        configs=triton.configs,
     ),
     Kernel(
         "moe_ffn.reference",

@@ -73,6 +73,11 @@ def refuses(config: Config, problem: Problem) -> str | None:
 def config(problem: Problem) -> Config:
     """Few routes: one small tile. Many: as many slices as the device runs programs at a time."""
     routes, experts, _ = _sizes(problem)
+    return config_of(routes, experts)
+
+
+def config_of(routes: int, experts: int) -> Config:
+    """As `config`, from the sizes alone."""
     rows = 1
     while rows < _ROWS and rows * _LANES < routes:
         rows *= 2
