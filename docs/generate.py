@@ -162,10 +162,10 @@ def number(value: float | None) -> str:
 
 
 def _groups(rows: list[dict[str, Any]]) -> dict[tuple[Any, ...], list[dict[str, Any]]]:
-    """Rows of each (N, K, form, dtype, cold), the dense sweep and problems of models aside."""
+    """Rows of each (N, K, form, dtype, cold); the dense sweep and model_shapes have the others."""
     found: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for row in rows:
-        if row["set"] not in ("dense", model_shapes.SET):
+        if row["set"] != "dense" and not model_shapes.apart(row):
             key = (row.get("n"), row["k"], _form(row), row["dtype"], row["cold"])
             found.setdefault(key, []).append(row)
     return found

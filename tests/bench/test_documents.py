@@ -87,6 +87,28 @@ def test_performance_page_of_problems_of_models(generate, result, tmp_path, monk
     assert f" {generate.number(auto['us'])} |" in line
 
 
+def test_performance_page_of_experts(generate, result, tmp_path, monkeypatch):
+    """One table a form with a line for each problem, whose order is not the one of measuring."""
+    monkeypatch.setattr(generate, "RESULTS", tmp_path)
+    content = copy.deepcopy(result)
+    rows = [row for row in content["rows"] if row["set"] != "dense" and row["m"] == 1]
+    layers = ((2048, 7168, 32, 16), (768, 2048, 128, 2048), (2048, 7168, 32, 1))
+    content["rows"] = [
+        {**row, "n": n, "k": k, "e": e, "m": m, "topk": 8, "variant": "gate_up"}
+        for n, k, e, m in layers
+        for row in rows
+    ]
+    results.save(tmp_path / "chip" / "nvfp4_moe.json", content)
+    text = generate.performance()
+    assert "**Layers, gate_up, bfloat16, cold caches**, microseconds:" in text
+    lines = [line for line in text.splitlines() if line.startswith("| ")]
+    assert lines[0].startswith("| layer | M | N | K | E | read floor | farro auto |")
+    starts = ("DeepSeek-V3, one rank of eight | 1 |", "DeepSeek-V3, one rank of eight | 16 |")
+    for line, start in zip(lines[1:], (*starts, "Qwen3-30B-A3B | 2048 | 768 | 2048 | 128 |")):
+        assert line.startswith(f"| {start}")
+    assert len(lines) == 4
+
+
 def test_summary_compares_with_bf16_and_the_best_scaled_peer(
     generate, result, tmp_path, monkeypatch
 ):
