@@ -5,6 +5,7 @@ from __future__ import annotations
 from .compressed_weight import CompressedWeight
 from .fp8_block_linear import FP8BlockLinear
 from .fp8_linear import FP8Linear
+from .int8_experts import Int8Experts
 from .int8_linear import Int8Linear
 from .nvfp4_linear import NVFP4Linear
 from .quantized_linear import DTYPES, QuantizedLinear
@@ -16,6 +17,7 @@ __all__ = [
     "CompressedWeight",
     "FP8BlockLinear",
     "FP8Linear",
+    "Int8Experts",
     "Int8Linear",
     "NVFP4Linear",
     "QuantizedLinear",

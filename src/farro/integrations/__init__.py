@@ -1,0 +1,1 @@
+"""farro in other libraries: one file each, imported on demand."""
