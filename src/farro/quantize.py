@@ -14,12 +14,22 @@ from torch.nn.utils import parametrize
 
 from .checks import check_backend
 from .formats.int8_group import GROUP_SIZES
-from .nn import DTYPES, Int8Linear
+from .nn import DTYPES, Int8Linear, NVFP4Linear, QuantizedLinear, SparseNVFP4Linear
 
 # scheme -> module made from (weight [N, K], bias, backend=...); one line a scheme
-SCHEMES: Mapping[str, Callable[..., Int8Linear]] = {
-    f"int8-g{group_size}": partial(Int8Linear.from_weight, group_size=group_size)
-    for group_size in GROUP_SIZES
+SCHEMES: Mapping[str, Callable[..., QuantizedLinear]] = {
+    **{f"int8-g{size}": partial(Int8Linear.from_weight, group_size=size) for size in GROUP_SIZES},
+    "nvfp4-48": SparseNVFP4Linear.from_weight,
+    "nvfp4-48-a16": partial(SparseNVFP4Linear.from_weight, quantize_input=False),
+    "nvfp4-g16": partial(NVFP4Linear.from_weight, group_size=16),
+    "nvfp4-g32": partial(NVFP4Linear.from_weight, group_size=32),
+}
+# scheme -> (N, K) -> why a weight of that shape cannot be stored so, or None; absent: all can
+MISFITS: Mapping[str, Callable[[int, int], str | None]] = {
+    "nvfp4-48": SparseNVFP4Linear.why_not,
+    "nvfp4-48-a16": SparseNVFP4Linear.why_not,
+    "nvfp4-g16": partial(NVFP4Linear.why_not, group_size=16),
+    "nvfp4-g32": partial(NVFP4Linear.why_not, group_size=32),
 }
 
 # These read .weight of the linears they own instead of calling them, so a swap would break them
@@ -140,7 +150,10 @@ def quantize_(
 
     Args:
         model: any module. transformers' Conv1D (weight [K, N]) is swapped too.
-        scheme: int8-g32, int8-g64, int8-g128 or int8-g256.
+        scheme: int8-g32, int8-g64, int8-g128, int8-g256 (`farro.nn.Int8Linear` with that group
+            size); nvfp4-48, nvfp4-48-a16 (`farro.nn.SparseNVFP4Linear`: half of the weight's pairs
+            pruned, inputs in NVFP4 or BF16); nvfp4-g16, nvfp4-g32 (`farro.nn.NVFP4Linear`: dense,
+            emulated).
         skip: fnmatch patterns; a layer is left as it is where one matches its dotted name or the
             last part of it.
         backend: what the new modules ask of farro's operators.
@@ -148,9 +161,9 @@ def quantize_(
     A module used under several names is swapped once; linears that share one weight share its
     codes, until the model is moved to another device: move it first. Left as they are, each named
     in the report with the reason: a weight tied to a module that stays (an embedding), a subclass
-    of Linear with its own forward, a parametrized weight, a layer with hooks, the linears of
-    torch.nn.MultiheadAttention and TransformerEncoderLayer, which read weights instead of calling
-    layers.
+    of Linear with its own forward, a parametrized weight, a layer with hooks, a weight whose shape
+    the scheme cannot store, the linears of torch.nn.MultiheadAttention and TransformerEncoderLayer,
+    which read weights instead of calling layers.
 
     Returns:
         QuantizeReport: what was swapped, what was skipped and why, bytes before and after.
@@ -163,14 +176,14 @@ def quantize_(
     patterns = _check_arguments(model, scheme, skip, backend)
     sites = _find_sites(model)
     before = weight_bytes(model)
-    reasons = _skip_reasons(model, sites, patterns)
+    reasons = _skip_reasons(model, sites, patterns, scheme)
     chosen = [site for site in sites if site.name not in reasons]
     for site in chosen:
         _check_finite(site)
     already = {
-        name: f"is an Int8Linear already, group_size {module.group_size}"
+        name: f"is an {type(module).__name__} already, {module.form}"
         for name, module in model.named_modules()
-        if isinstance(module, Int8Linear)
+        if isinstance(module, QuantizedLinear)
     }
     swapped = _swap(chosen, partial(SCHEMES[scheme], backend=backend))
     names = [name for site in sites for _, _, name in site.places]
@@ -206,10 +219,10 @@ def _check_arguments(model: Any, scheme: Any, skip: Any, backend: Any) -> tuple[
             raise TypeError(
                 f"quantize_: skip holds a {type(pattern).__name__}; needed str patterns"
             )
-    if _is_linear(model) or isinstance(model, Int8Linear):
+    if _is_linear(model) or isinstance(model, QuantizedLinear):
         raise ValueError(
             f"quantize_: model is itself a {type(model).__name__}, which has no parent to be "
-            "swapped in; use farro.nn.Int8Linear.from_linear(model, group_size)"
+            "swapped in; use farro.nn.Int8Linear.from_linear(model), or another module of farro.nn"
         )
     return patterns
 
@@ -245,12 +258,12 @@ def _matches(pattern: str, name: str) -> bool:
 
 
 def _skip_reasons(
-    model: torch.nn.Module, sites: list[_Site], patterns: tuple[str, ...]
+    model: torch.nn.Module, sites: list[_Site], patterns: tuple[str, ...], scheme: str
 ) -> dict[str, str]:
     """Site name -> why it stays as it is."""
     reasons = {}
     for site in sites:
-        reason = _matched_pattern(site, patterns) or _why_not(site)
+        reason = _matched_pattern(site, patterns) or _why_not(site) or _misfit(site, scheme)
         if reason:
             reasons[site.name] = reason
     # a weight that something else keeps would be held twice, so its other users stay too
@@ -303,19 +316,26 @@ def _why_not(site: _Site) -> str | None:
     return None
 
 
+def _misfit(site: _Site, scheme: str) -> str | None:
+    """Why the scheme cannot store a weight of this shape, or None."""
+    why_not = MISFITS.get(scheme)
+    n, k = site.matrix().shape
+    return why_not(n, k) if why_not else None
+
+
 def _check_finite(site: _Site) -> None:
     weight = site.weight.detach()
     if weight.is_meta or weight.numel() == 0:
         return
     if not bool(torch.isfinite(torch.stack(torch.aminmax(weight))).all()):
         raise ValueError(
-            f"quantize_: the weight of {site.name} holds NaN or Inf, for which INT8 has no code; "
+            f"quantize_: the weight of {site.name} holds NaN or Inf, for which there is no code; "
             f"nothing was swapped: mend the checkpoint or pass skip=({site.name!r}, ...)"
         )
 
 
-def _swap(chosen: list[_Site], make: Callable[..., Int8Linear]) -> list[SwappedLayer]:
-    made: dict[Any, Int8Linear] = {}  # linears that share one weight share its codes
+def _swap(chosen: list[_Site], make: Callable[..., QuantizedLinear]) -> list[SwappedLayer]:
+    made: dict[Any, QuantizedLinear] = {}  # linears that share one weight share its codes
     swapped = []
     for site in chosen:
         old, key = site.module, (_identity(site.weight), site.transposed)

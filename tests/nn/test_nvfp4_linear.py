@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 
+import farro
 from farro import nvfp4
 from farro.formats.nvfp4 import E2M1_VALUES
 from farro.nn import NVFP4Linear, SparseNVFP4Linear
@@ -137,6 +138,15 @@ def test_compiles_whole(kind, linear, x):
         assert torch.equal(compiled(x), module(x))
 
 
+def test_backward_says_that_there_is_none(kind, linear, x):
+    module = make(kind, linear)
+    given = x.float().requires_grad_()
+    y = module(given)
+    assert torch.equal(y.detach(), module(x.float()))
+    with pytest.raises(RuntimeError, match=r"NVFP4Linear.*torch\.no_grad"):
+        (y.sum() + given.sum()).backward()
+
+
 def test_wrong_arguments():
     for given, kind, words in (
         (lambda: SparseNVFP4Linear(48, 64), ValueError, r"\[64, 48\].*multiples of 32"),
@@ -154,6 +164,23 @@ def test_wrong_arguments():
     for cls in (SparseNVFP4Linear, NVFP4Linear):
         with pytest.raises(ValueError, match="NaN or Inf"):
             cls.from_weight(bad)
+
+
+@pytest.mark.parametrize("scheme", ["nvfp4-48", "nvfp4-48-a16", "nvfp4-g16", "nvfp4-g32"])
+def test_quantize_swaps_what_fits_and_says_what_does_not(scheme, x):
+    sizes = ((K, N), (N, K), (K, 40), (48, N), (40, N))
+    model = torch.nn.ModuleDict({str(i): torch.nn.Linear(*size) for i, size in enumerate(sizes)})
+    kind = {"nvfp4-48": "sparse", "nvfp4-48-a16": "sparse a16"}.get(scheme, scheme[6:])
+    want = make(kind, model["0"])
+    report = farro.quantize_(model, scheme)
+    swapped = [layer.name for layer in report.swapped]
+    fits = {"nvfp4-g16": ["0", "1", "2", "3"], "nvfp4-g32": ["0", "1", "2"]}
+    assert swapped == fits.get(scheme, ["0", "1"])
+    assert torch.equal(model["0"](x), want(x)) and repr(model["0"]) == repr(want)
+    reasons = {layer.name: layer.reason for layer in report.skipped}
+    assert "multiple" in reasons["4"] and type(model["4"]) is torch.nn.Linear
+    again = farro.quantize_(model, "int8-g32")
+    assert "already" in {layer.name: layer.reason for layer in again.skipped}["0"]
 
 
 @pytest.mark.gpu

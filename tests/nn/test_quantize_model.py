@@ -60,14 +60,14 @@ def test_swaps_every_linear_but_the_head(scheme):
     report = farro.quantize_(model, scheme)
     assert names(report.swapped) == LINEARS
     assert reasons(report) == {"lm_head": "matches skip pattern 'lm_head'"}
-    group_size = int(scheme.rpartition("g")[2])
     for name in LINEARS:
         module = model.get_submodule(name)
-        assert type(module) is Int8Linear
-        assert module.group_size == group_size
         linear = want.get_submodule(name)
-        by_hand = Int8Linear.from_linear(linear, group_size)
-        assert torch.equal(module.weight, by_hand.weight)
+        by_hand = SCHEMES[scheme](linear.weight, linear.bias)
+        assert type(module) is type(by_hand) and module.form == by_hand.form
+        assert scheme.endswith(f"-{module.form.replace('group_size ', 'g')}") or "48" in scheme
+        for key, value in by_hand.state_dict().items():
+            assert torch.equal(module.state_dict()[key], value)
         setattr(want.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], by_hand)
     ids = torch.randint(0, 50, (2, 9))
     assert torch.equal(model(ids), want(ids))

@@ -239,6 +239,16 @@ def test_states_of_other_modules_are_refused(dense, key, change, words):
         module.load_state_dict({k: v for k, v in state.items() if k != key})
 
 
+@pytest.mark.parametrize("which", [0, 2])
+def test_backward_says_that_there_is_none(dense, routed, which):
+    given = [part.clone() for part in routed]
+    given[which].requires_grad_()
+    y = make(dense)(*given)
+    assert torch.equal(y.detach(), make(dense)(*routed))
+    with pytest.raises(RuntimeError, match=r"SparseNVFP4Experts.*torch\.no_grad"):
+        (y.float().sum() + given[which].float().sum()).backward()
+
+
 def test_wrong_arguments():
     w = torch.randn(2, 64, 64)
     bad = w.clone()

@@ -8,6 +8,7 @@ import torch
 
 from ..formats.nvfp4 import NO_ROW, automatic_global, dequantize_blocks, quantize_blocks
 from .compressed_weight import ExactFloats
+from .inference_only import inference_only
 from .quantized_linear import QuantizedLinear
 
 GROUP_SIZES = (16, 32)
@@ -126,13 +127,14 @@ class NVFP4Linear(QuantizedLinear, ExactFloats):
         return module.train(linear.training)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        rows, weight = self._rows(x), dequantize_blocks(*self._stored)
+        rows, weight = self._rows(x.detach()), dequantize_blocks(*self._stored)
         # exact operands; alpha once, on the sum, as a kernel would
         y = (self._restored(rows) @ weight.T) * (self.alpha / self.input_gscale)
         y = y.bfloat16()
         if self.bias is not None:
             y = y.float() + self.bias.float()
-        return y.to(x.dtype).view(*x.shape[:-1], self.out_features)
+        y = y.to(x.dtype).view(*x.shape[:-1], self.out_features)
+        return inference_only(_NAME, x, y)
 
     @property
     def _stored(self) -> tuple[torch.Tensor, torch.Tensor, int]:

@@ -16,6 +16,7 @@ from ..ops.nvfp4_quantize import (
 )
 from ..ops.nvfp4_quantize.activation import ACTIVATIONS
 from .compressed_weight import CompressedWeight, ExactFloats
+from .inference_only import inference_only
 
 _NAME = "SparseNVFP4Experts"
 
@@ -177,11 +178,13 @@ class SparseNVFP4Experts(ExactFloats):
                 f"{_NAME}: x has shape {list(x.shape)}; needed [T, {self.hidden_size}]: pass "
                 "x.flatten(0, -2)"
             )
-        weights = None if topk_weights is None else topk_weights.float().contiguous()
+        weights = None if topk_weights is None else topk_weights.detach().float().contiguous()
         rows = self._ragged if self.capacity is None else self._padded
-        fused, dest = rows(x.contiguous(), topk_ids.contiguous())
-        out = torch.empty_like(x, memory_format=torch.contiguous_format)
-        return moe_finalize(out, fused, dest, weights, backend=self._routing)
+        fused, dest = rows(x.detach().contiguous(), topk_ids.contiguous())
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        y = moe_finalize(out, fused, dest, weights, backend=self._routing)
+        given = x if topk_weights is None or x.requires_grad else topk_weights
+        return inference_only(_NAME, given, y)
 
     @property
     def _routing(self) -> str:

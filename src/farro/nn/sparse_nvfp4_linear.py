@@ -10,6 +10,7 @@ from ..formats.nvfp4 import BLOCK
 from ..ops.nvfp4_group_mm import group_mm
 from ..ops.nvfp4_quantize import dequantize_act, quant_rows
 from .compressed_weight import CompressedWeight, ExactFloats
+from .inference_only import inference_only
 from .quantized_linear import QuantizedLinear
 
 
@@ -113,7 +114,7 @@ class SparseNVFP4Linear(QuantizedLinear, ExactFloats):
         return cls.from_weight(linear.weight, linear.bias, **options).train(linear.training)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        rows = self._rows(x).bfloat16().contiguous()
+        rows = self._rows(x.detach()).bfloat16().contiguous()
         count = torch.full((1,), rows.shape[0], dtype=torch.int32, device=x.device)
         weight, alpha = self.sparse_weight, self.sparse_weight.alpha
         codes: tuple[torch.Tensor, torch.Tensor | None] = (rows[None], None)
@@ -124,7 +125,8 @@ class SparseNVFP4Linear(QuantizedLinear, ExactFloats):
         group_mm(y, *operands, *weight.shape[1:], backend=self.backend)
         if self.bias is not None:
             y = y.float() + self.bias.float()
-        return y.to(x.dtype).view(*x.shape[:-1], self.out_features)
+        y = y.to(x.dtype).view(*x.shape[:-1], self.out_features)
+        return inference_only("SparseNVFP4Linear", x, y)
 
     def _codes(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Codes and scales of [M, K] as those of one expert."""
