@@ -187,6 +187,23 @@ class Int8Experts(ExactFloats):
             self.down_proj_scale.transpose(1, 2),
         )
 
+    def select(self, first: int, last: int) -> Int8Experts:
+        """A module of the experts [first, last) alone, with weights of its own."""
+        if not 0 <= first <= last <= self.num_experts:
+            raise ValueError(
+                f"{_NAME}: experts {first} to {last} of {self.num_experts}; needed "
+                f"0 <= first <= last <= {self.num_experts}"
+            )
+        module = Int8Experts(
+            *(last - first, self.hidden_size, self.intermediate_size, self.group_size),
+            gate_up_layout=self.gate_up_layout,
+            backend=self.backend,
+            device="meta",
+        )
+        for name in (*_CODES, *_SCALES):
+            setattr(module, name, getattr(self, name)[first:last].clone())
+        return module
+
     def dequantized(self, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
         """The dense weights [E, 2I, H] and [E, H, I] that the codes and scales stand for."""
         up, down = (

@@ -72,7 +72,7 @@ def run(
             rows = token[here].long()
             taken = x.index_select(0, rows), scale_x.index_select(0, rows)
             _expert(*taken, *weights, y[here], group_size, interleaved)
-    _combine(y, dest, topk_weights, out)
+    combine(y, dest, topk_weights, out)
 
 
 def _expert(
@@ -113,7 +113,7 @@ def _product(
         gemm.run(blocks, a, b, scale_a, scale_b, None, out, group_size)
 
 
-def _combine(
+def combine(
     y: torch.Tensor, dest: torch.Tensor, topk_weights: torch.Tensor, out: torch.Tensor
 ) -> None:
     """The weighted sum of each token's rows, a block of tokens at a time, slot by slot."""

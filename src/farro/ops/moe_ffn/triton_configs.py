@@ -163,12 +163,16 @@ def heuristic(problem: Problem) -> Config:
     # a group waits in registers for its maximum, beside operands where these are there too
     crowded = problem.arch.name not in _FROM_SHARED_MEMORY
     of_gate_up = min(width, 128 >> ((s.group == 256) + crowded))
-    block = 1024 if s.tokens * -(-s.h // 1024) >= 1024 else 256
     return Config(
         _deepest(_usual(of_gate_up, 64, crowded and s.group == 256), problem, True),
         _deepest(_usual(width, 64 if crowded and width == 128 else 128, False), problem, False),
-        block,
+        sum_block(s.tokens, s.h),
     )
+
+
+def sum_block(tokens: int, h: int) -> int:
+    """Columns of a program of the sum: narrow where few tokens would leave the device idle."""
+    return 1024 if tokens * -(-h // 1024) >= 1024 else 256
 
 
 def _usual(tokens: int, columns: int, many: bool) -> Tile:

@@ -1,0 +1,248 @@
+"""ExpertParallel: the experts of a layer split over processes, INT8 rows exchanged between them.
+
+    each rank   quantizes its tokens, sorts their routes by expert and so by rank
+    all-to-all  how many rows each rank gets from each
+    all-to-all  INT8 rows with their scales and expert ids
+    each rank   computes its experts' BF16 rows, not yet weighted or summed
+    all-to-all  these rows back to where they came from
+    each rank   the weighted sum of each token's rows, in slot order
+
+All that is rounded is rounded where one process would round it, so the results are its bits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import distributed
+
+from .checks import check_dtype, check_required, check_shape
+from .nn import DTYPES, Int8Experts
+from .ops.int8_quantize import quantize_int8_groups
+from .ops.moe_ffn import moe_ffn
+from .ops.moe_ffn.combine import weighted_sum
+from .ops.moe_route.plan import check_ids
+
+_NAME = "ExpertParallel"
+_FAILED = -1  # in place of a number of rows: the sender raised
+_ALIGN = 16  # bytes, of each row that travels
+
+
+class ExpertParallel(torch.nn.Module):
+    """The experts of a layer, split over the ranks of a process group, as one layer.
+
+    Every rank holds some experts and calls forward with its own tokens, any number of them; what
+    comes out is, bit for bit, what `Int8Experts` with all experts gives for these tokens in one
+    process. Rows travel as INT8 codes with their scales, once for each route; BF16 rows come back.
+
+    Args:
+        experts: this rank's experts, in the order of ranks: rank 0 has the first ids, and so on.
+            Ranks may have different numbers of them, and none. `share` divides them evenly.
+        group: the process group, or None for the default one. NCCL for experts on GPUs, gloo for
+            a CPU.
+
+    The constructor and forward are collective: every rank of the group calls them, in the same
+    order. The host waits for the numbers of rows, so a call cannot be captured in a CUDA graph.
+
+    Raises:
+        RuntimeError: torch.distributed is not initialized; a rank failed or stalled. A rank whose
+            arguments are wrong tells the others, which raise at once, and all may go on with the
+            next call. One that ends, hangs or fails later ends the others within the group's
+            timeout; then the group is of no more use.
+        ValueError: ranks whose experts differ in hidden_size, intermediate_size or group_size.
+    """
+
+    def __init__(self, experts: Int8Experts, group: distributed.ProcessGroup | None = None) -> None:
+        super().__init__()
+        if not isinstance(experts, Int8Experts):
+            given = type(experts).__name__
+            raise TypeError(f"{_NAME}: experts must be a farro.nn.Int8Experts, got {given}")
+        if not (distributed.is_available() and distributed.is_initialized()):
+            raise RuntimeError(
+                f"{_NAME}: torch.distributed is not initialized: call "
+                "torch.distributed.init_process_group first (torchrun sets what it needs)"
+            )
+        self.experts = experts
+        self.group = group
+        self.rank = distributed.get_rank(group)
+        self.world_size = distributed.get_world_size(group)
+        counts = self._agree()
+        self.num_experts = sum(counts)
+        self.first_expert = sum(counts[: self.rank])
+        ends = torch.tensor(counts, device=experts.gate_up_proj.device).cumsum(0)
+        self.register_buffer("_ends", ends, persistent=False)
+
+    _ends: torch.Tensor  # int64 [ranks]: the id after each rank's last
+
+    @staticmethod
+    def share(num_experts: int, rank: int, world_size: int) -> tuple[int, int]:
+        """First id and the id after the last of a rank's even share of the experts."""
+        return num_experts * rank // world_size, num_experts * (rank + 1) // world_size
+
+    @classmethod
+    def split(
+        cls, experts: Int8Experts, group: distributed.ProcessGroup | None = None
+    ) -> ExpertParallel:
+        """Of a module that has all experts on every rank: each rank keeps a copy of its share."""
+        if not (distributed.is_available() and distributed.is_initialized()):
+            return cls(experts, group)  # raises
+        rank, world_size = distributed.get_rank(group), distributed.get_world_size(group)
+        return cls(experts.select(*cls.share(experts.num_experts, rank, world_size)), group)
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Args:
+            hidden_states: [T, H] in bfloat16, float16 or float32; T may differ between ranks.
+            top_k_index: int32 or int64 [T, topk], ids of all ranks' experts; others are dropped.
+            top_k_weights: [T, topk] of any floating dtype, taken as FP32.
+
+        Returns:
+            [T, H] in the dtype of hidden_states.
+        """
+        with torch.no_grad():
+            try:
+                sent = self._prepare(hidden_states, top_k_index, top_k_weights)
+            except Exception:
+                with contextlib.suppress(RuntimeError):  # the first error is the one to tell
+                    self._exchange_counts([_FAILED] * self.world_size)
+                raise
+            coming = self._exchange_counts(sent.counts)
+            arrived = self._exchange("rows", sent.rows, sent.counts, coming)
+            y = self._compute(arrived)
+            back = self._exchange("results", y.view(torch.uint8), coming, sent.counts)
+            rows = back.view(torch.bfloat16)
+            weights = top_k_weights.to(torch.float32)
+            return weighted_sum(rows, sent.route_dest, weights, hidden_states.dtype)
+
+    # --- what travels --------------------------------------------------------------------------
+
+    @property
+    def _places(self) -> tuple[int, int, int]:
+        """Of a row's bytes: where its scales begin, its expert's id, and how long it is."""
+        scales = -(-self.experts.hidden_size // 4) * 4
+        expert = scales + 4 * self.experts.gate_up_proj_scale.shape[2]
+        return scales, expert, -(-(expert + 4) // _ALIGN) * _ALIGN
+
+    def _prepare(self, x: Any, ids: Any, weights: Any) -> _Sent:
+        """Check, quantize, and sort the routes by expert."""
+        check_required(_NAME, hidden_states=x, top_k_index=ids, top_k_weights=weights)
+        check_dtype(_NAME, "hidden_states", x, DTYPES)
+        hidden = self.experts.hidden_size
+        check_shape(_NAME, "hidden_states", x, (*x.shape[:1], hidden), "[T, H]")
+        check_ids(_NAME, ids)
+        check_shape(_NAME, "top_k_index", ids, (x.shape[0], *ids.shape[1:]), "[T, topk]")
+        check_shape(_NAME, "top_k_weights", weights, tuple(ids.shape), "[T, topk]")
+        codes, scale = quantize_int8_groups(x.contiguous(), self.experts.group_size)
+        flat = ids.reshape(-1).long()
+        kept = (flat >= 0) & (flat < self.num_experts)
+        # dropped routes come last, and are not sent
+        expert, order = torch.where(kept, flat, self.num_experts).sort(stable=True)
+        ends = torch.searchsorted(expert, self._ends).tolist()  # the host waits
+        counts = [end - start for start, end in zip([0, *ends], ends)]
+        used = ends[-1]
+        dest = torch.empty_like(order)
+        dest[order] = torch.arange(order.numel(), device=order.device)
+        dest = torch.where(kept, dest, -1).view(ids.shape).int()
+        token = order[:used] // max(ids.shape[1], 1)
+        scales, at, length = self._places
+        rows = torch.zeros(used, length, dtype=torch.uint8, device=x.device)
+        rows[:, :hidden] = codes.view(torch.uint8)[token]
+        rows[:, scales:at].view(torch.float32).copy_(scale[token])
+        rows[:, at : at + 4].view(torch.int32).copy_(expert[:used, None])
+        return _Sent(rows, counts, dest)
+
+    def _compute(self, rows: torch.Tensor) -> torch.Tensor:
+        """BF16 [R, H] of the rows that arrived: one route each, whose weight is 1."""
+        scales, at, _ = self._places
+        experts = self.experts
+        ids = rows[:, at : at + 4].view(torch.int32) - self.first_expert
+        return moe_ffn(
+            rows[:, : experts.hidden_size].view(torch.int8),
+            rows[:, scales:at].view(torch.float32),
+            *experts.weights,
+            ids,
+            torch.ones(ids.shape, dtype=torch.float32, device=rows.device),
+            group_size=experts.group_size,
+            gate_up_layout=experts.gate_up_layout,
+            output_dtype=torch.bfloat16,
+            backend=experts.backend,
+        )
+
+    # --- collectives ---------------------------------------------------------------------------
+
+    def _agree(self) -> list[int]:
+        """How many experts each rank has; all have to be of one layer."""
+        experts = self.experts
+        sizes = (experts.hidden_size, experts.intermediate_size, experts.group_size)
+        mine = torch.tensor([experts.num_experts, *sizes], device=experts.gate_up_proj.device)
+        told = [torch.empty_like(mine) for _ in range(self.world_size)]
+        self._collective("sizes", distributed.all_gather, told, mine)
+        every = [each.tolist() for each in told]
+        for rank, (_, *theirs) in enumerate(every):
+            if tuple(theirs) != sizes:
+                raise ValueError(
+                    f"{_NAME}: experts of rank {rank} have (hidden_size, intermediate_size, "
+                    f"group_size) {tuple(theirs)} and those of rank {self.rank} {sizes}; needed "
+                    "experts of one layer"
+                )
+        return [count for count, *_ in every]
+
+    def _exchange_counts(self, counts: Sequence[int]) -> list[int]:
+        """How many rows come from each rank, for how many go to each."""
+        given = torch.tensor(counts, device=self._ends.device)
+        taken = torch.empty_like(given)
+        self._collective("numbers of rows", distributed.all_to_all_single, taken, given)
+        coming: list[int] = taken.tolist()
+        failed = [rank for rank, count in enumerate(coming) if count == _FAILED]
+        if failed and counts[0] != _FAILED:
+            ranks = ", ".join(map(str, failed))
+            raise RuntimeError(
+                f"{_NAME}: rank {ranks} failed before this call of rank {self.rank} could be "
+                "computed; the error is told there"
+            )
+        return coming
+
+    def _exchange(
+        self, what: str, rows: torch.Tensor, counts: list[int], coming: list[int]
+    ) -> torch.Tensor:
+        """Rows [sum(counts), bytes] in the order of ranks -> those that come from each."""
+        taken = rows.new_empty(sum(coming), rows.shape[1])
+        self._collective(what, distributed.all_to_all_single, taken, rows, coming, counts)
+        return taken
+
+    def _collective(self, what: str, call: Callable[..., Any], *arguments: Any) -> None:
+        try:
+            call(*arguments, group=self.group)
+        except RuntimeError as error:
+            self._lost(what, error)
+
+    def _lost(self, what: str, error: RuntimeError) -> NoReturn:
+        raise RuntimeError(
+            f"{_NAME}: rank {self.rank} of {self.world_size} could not exchange {what}: another "
+            "rank ended, failed, or did not come within the group's timeout, which "
+            f"init_process_group sets ({str(error).splitlines()[0]})"
+        ) from error
+
+    def extra_repr(self) -> str:
+        last = self.first_expert + self.experts.num_experts
+        return (
+            f"rank={self.rank} of {self.world_size}, "
+            f"experts={self.first_expert} to {last} of {self.num_experts}"
+        )
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """What one rank's tokens make: rows sorted by expert, how many to each rank, and the way back.
+
+    `route_dest` int32 [T, topk] is the row of each route among them, -1 for a dropped one.
+    """
+
+    rows: torch.Tensor
+    counts: list[int]
+    route_dest: torch.Tensor

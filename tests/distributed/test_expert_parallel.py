@@ -1,0 +1,101 @@
+"""ExpertParallel over gloo, in processes of their own: results, uneven ranks, failures."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from farro.moe import ExpertParallel
+from farro.nn import Int8Experts
+
+ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.skipif(
+    not torch.distributed.is_gloo_available(), reason="this torch has no gloo"
+)
+
+
+def run(
+    world: int, folder: Path, scenarios: list[str], timeout: float = 60, backend: str = "gloo"
+) -> list[str]:
+    """What each rank printed; fails where one of them failed."""
+    ranks = [
+        subprocess.Popen(
+            [
+                *(sys.executable, "-m", "tests.distributed.worker"),
+                *(backend, str(rank), str(world), str(folder / "store"), str(timeout), *scenarios),
+            ],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+        )
+        for rank in range(world)
+    ]
+    try:
+        told = [rank.communicate(timeout=60) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    for number, (rank, (out, error)) in enumerate(zip(ranks, told)):
+        assert rank.returncode == 0, f"rank {number}:\n{out}\n{error[-3000:]}"
+    return [out for out, _ in told]
+
+
+def test_two_processes(tmp_path):
+    """And the one that stalls in the end takes the other with it, within the timeout."""
+    scenarios = ["even", "uneven", "argument", "mismatch", "stalls"]
+    told = run(2, tmp_path, scenarios, timeout=3)
+    assert told[0].split() == [word for name in scenarios for word in ("ok", name)]
+    assert "ok stalls" not in told[1] and "ok mismatch" in told[1]
+
+
+def test_four_processes(tmp_path):
+    """And the one that ends in the middle of a call takes the others with it."""
+    scenarios = ["even", "uneven", "argument", "dies"]
+    told = run(4, tmp_path, scenarios)
+    for rank in (0, 2, 3):
+        assert told[rank].split() == [word for name in scenarios for word in ("ok", name)]
+    assert "ok argument" in told[1] and "ok dies" not in told[1]
+
+
+@pytest.mark.gpu
+def test_two_gpus(tmp_path):
+    if torch.cuda.device_count() < 2:
+        pytest.skip(f"needs two GPUs, there is {torch.cuda.device_count()}")
+    run(2, tmp_path, ["even", "uneven", "argument", "mismatch"], backend="nccl")
+
+
+def test_the_example_of_the_documents():
+    """With torchrun, as docs/moe.md tells."""
+    command = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    told = subprocess.run(
+        [sys.executable, "-m", *command, "docs/expert_parallel.py"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=100,
+    )
+    assert told.returncode == 0, told.stderr[-3000:]
+    assert told.stdout.count("equal to one process, bit for bit") == 2
+
+
+def test_shares_cover_all_experts():
+    for experts, world in ((7, 2), (3, 4), (0, 2), (256, 8)):
+        shares = [ExpertParallel.share(experts, rank, world) for rank in range(world)]
+        assert [first for first, _ in shares] == [0, *[last for _, last in shares[:-1]]]
+        assert shares[-1][1] == experts
+        assert max(b - a for a, b in shares) - min(b - a for a, b in shares) <= 1
+
+
+def test_what_it_needs():
+    with pytest.raises(RuntimeError, match="init_process_group"):
+        ExpertParallel(Int8Experts(1, 32, 32, 32))
+    with pytest.raises(TypeError, match="Linear"):
+        ExpertParallel(torch.nn.Linear(2, 2))
+    whole = Int8Experts(4, 32, 32, 32)
+    with pytest.raises(ValueError, match="experts 3 to 5 of 4"):
+        whole.select(3, 5)

@@ -1,0 +1,148 @@
+"""One rank of tests/distributed: runs the scenarios named on its command line, in order.
+
+python -m tests.distributed.worker gloo|nccl RANK WORLD_SIZE FILE TIMEOUT SCENARIO ...
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from datetime import timedelta
+
+import torch
+from torch import distributed
+
+import farro
+from farro.moe import ExpertParallel
+from farro.nn import Int8Experts
+from farro.testing import assert_bit_equal
+
+H, INNER, G, EXPERTS = 70, 40, 32, 7
+
+
+def told(error: Exception, *words: str) -> None:
+    for word in words:
+        assert word in str(error), f"{word!r} is not in {error}"
+
+
+def raised(kind: type[Exception], call, *words: str) -> Exception:
+    try:
+        call()
+    except kind as error:
+        told(error, *words)
+        return error
+    raise AssertionError(f"no {kind.__name__}")
+
+
+class Rank:
+    def __init__(self, rank: int, world: int, device: str) -> None:
+        self.rank, self.world, self.device = rank, world, device
+        random = torch.Generator().manual_seed(5)  # the same layer on every rank
+        weights = [
+            torch.randn(shape, generator=random) * shape[-1] ** -0.5
+            for shape in ((EXPERTS, 2 * INNER, H), (EXPERTS, H, INNER))
+        ]
+        self.whole = Int8Experts.from_dense(*weights, G).to(device)
+        self.random = torch.Generator().manual_seed(100 + rank)
+
+    def tokens(self, count: int, topk: int = 3, dtype=torch.float32):
+        x = torch.randn(count, H, generator=self.random).to(dtype)
+        ids = torch.randint(-1, EXPERTS + 1, (count, topk), generator=self.random)
+        given = x, ids, torch.rand(count, topk, generator=self.random)
+        return tuple(tensor.to(self.device) for tensor in given)
+
+    def parts(self, bounds: list[int]) -> ExpertParallel:
+        mine = self.whole.select(bounds[self.rank], bounds[self.rank + 1])
+        return ExpertParallel(mine)
+
+    def check(self, layer: ExpertParallel, given) -> None:
+        assert_bit_equal(layer(*given), self.whole(*given), f"rank {self.rank}")
+
+    # --- scenarios ---------------------------------------------------------------------------
+
+    def even(self) -> None:
+        layer = ExpertParallel.split(self.whole)
+        assert layer.num_experts == EXPERTS and f"rank={self.rank} of {self.world}" in str(layer)
+        for count, dtype in ((9, torch.float32), (1, torch.bfloat16), (40, torch.float16)):
+            self.check(layer, self.tokens(count, dtype=dtype))
+        x, ids, weights = self.tokens(5)
+        self.check(layer, (x, ids.int(), weights.double()))
+
+    def uneven(self) -> None:
+        """Ranks without experts, without tokens, without routes; all routes to one rank."""
+        bounds = [0, *[2] * (self.world - 1), EXPERTS]
+        layer = self.parts(bounds)
+        self.check(layer, self.tokens(0 if self.rank == 0 else 3 + self.rank))
+        self.check(layer, self.tokens(0))
+        x, ids, weights = self.tokens(6)
+        self.check(layer, (x, torch.full_like(ids, EXPERTS), weights))
+        self.check(layer, (x, torch.full_like(ids, 1), weights))
+        self.check(layer, (x, ids[:, :0], weights[:, :0]))
+
+    def argument(self) -> None:
+        """One rank's wrong argument ends this call on all, at once, and not the next one."""
+        layer = ExpertParallel.split(self.whole)
+        x, ids, weights = self.tokens(4)
+        start = time.monotonic()
+        if self.rank == 1:
+            raised(ValueError, lambda: layer(x[:, 1:], ids, weights), "[4, 69]", "needed")
+        else:
+            raised(RuntimeError, lambda: layer(x, ids, weights), "rank 1 failed", f"{self.rank}")
+        assert time.monotonic() - start < 2
+        self.check(layer, (x, ids, weights))
+
+    def mismatch(self) -> None:
+        size = INNER if self.rank else INNER + 1
+        raised(ValueError, lambda: ExpertParallel(Int8Experts(1, H, size, G)), f"{INNER + 1}")
+
+    def dies(self) -> None:
+        """Rank 1 ends in the middle of a call, after it has received its rows."""
+        layer = ExpertParallel.split(self.whole)
+        given = self.tokens(4)
+        if self.rank == 1:
+            layer._compute = lambda rows: os._exit(0)  # type: ignore[method-assign]
+        start = time.monotonic()
+        raised(RuntimeError, lambda: layer(*given), "could not exchange", "another rank ended")
+        assert time.monotonic() - start < 15
+
+    def stalls(self) -> None:
+        """Rank 1 never comes: the others end within the group's timeout."""
+        layer = ExpertParallel.split(self.whole)
+        given = self.tokens(4)
+        if self.rank == 1:
+            time.sleep(6)
+            os._exit(0)
+        start = time.monotonic()
+        error = raised(RuntimeError, lambda: layer(*given), f"rank {self.rank}", "timeout")
+        assert 1 < time.monotonic() - start < 5, error
+
+
+def main() -> None:
+    backend, rank, world, file, timeout, *scenarios = sys.argv[1:]
+    torch.set_num_threads(1)
+    device = "cpu"
+    if backend == "nccl":
+        device = f"cuda:{rank}"
+        torch.cuda.set_device(device)
+    try:
+        ExpertParallel(Int8Experts(1, 32, 32, 32))
+    except RuntimeError as error:
+        told(error, "init_process_group")
+    distributed.init_process_group(
+        backend,
+        init_method=f"file://{file}",
+        rank=int(rank),
+        world_size=int(world),
+        timeout=timedelta(seconds=float(timeout)),
+    )
+    mine = Rank(int(rank), int(world), device)
+    for name in scenarios:
+        getattr(mine, name)()
+        print("ok", name, flush=True)
+    os._exit(0)  # a group that lost a rank does not end in order
+
+
+if __name__ == "__main__":
+    assert farro.__version__
+    main()
