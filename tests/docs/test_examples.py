@@ -134,6 +134,7 @@ def test_a_false_page_is_found(tmp_path):
         "pytest -m swim",
         "pytest no/such/folder",
         "python no/such.py",
+        "torchrun --nproc-per-node 2 no/such.py",
         "no/such.sh",
         "swim",
     ):
@@ -219,6 +220,8 @@ def check_command(words: list[str], whole: bool = True) -> None:
         check_pip(words)
     elif program == "pytest":
         check_pytest(words)
+    elif program == "torchrun":
+        assert (ROOT / words[-1]).exists(), words[-1]
     elif program == "python":
         assert (ROOT / words[1]).exists(), words[1]
     elif "/" in program:
