@@ -108,6 +108,20 @@ __device__ __forceinline__ void tma_load_groups(u32 smem, const TensorMap* map, 
       : "memory");
 }
 
+// `bytes` neighbouring bytes; addresses and size are multiples of 16.
+__device__ __forceinline__ void bulk_load(u32 smem, const void* global, int bytes, u32 barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(smem),
+      "l"(global), "r"(bytes), "r"(barrier)
+      : "memory");
+}
+
+// Between this thread's ordinary stores to shared memory and the barrier that tells wgmma of them.
+__device__ __forceinline__ void fence_async_proxy() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
 // ---- Small asynchronous copies (a producer warp's scales) ----
 
 // BYTES (4, 8 or 16, aligned so) to shared memory, or zeros where `valid` is false (nothing is read).

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ...dispatch import Kernel, Operator
+from ...dispatch import Kernel, Operator, not_installed
 from ...functional import Functional
 from ...problem import Problem, TensorSpec
 from ..nvfp4_quantize import dense
@@ -50,13 +50,22 @@ def _problems(problem: Problem) -> tuple[Problem, Problem]:
     return first, second
 
 
+_QUANTIZERS = {"cuda": "triton"}  # back ends whose products another one's quantizer follows
+
+
+def _steps_of(backend: str) -> tuple[Kernel, Kernel]:
+    quantizer = _QUANTIZERS.get(backend, backend)
+    return _kernel_of(product.OPERATOR, backend), _kernel_of(dense.OPERATOR, quantizer)
+
+
 def _chain(backend: str, **more: Any) -> Kernel:
     """group_mm and silu_mul_quant_act of one back end, so their bytes are its result."""
-    first, second = (_kernel_of(o, backend) for o in (product.OPERATOR, dense.OPERATOR))
+    first, second = _steps_of(backend)
 
     def why_not(problem: Problem) -> str | None:
         one, two = _problems(problem)
-        return first.why_not(one) or second.why_not(two)
+        missing = None if second.backend == backend else not_installed(second.backend)
+        return first.why_not(one) or missing or second.why_not(two)
 
     def config(problem: Problem) -> Steps:
         one, two = _problems(problem)
@@ -80,7 +89,7 @@ def _chain(backend: str, **more: Any) -> Kernel:
 
 
 def _binder(backend: str) -> Callable[[Steps], Callable[..., None]]:
-    kernels = [_kernel_of(o, backend) for o in (product.OPERATOR, dense.OPERATOR)]
+    kernels = _steps_of(backend)
 
     def bind(config: Steps) -> Callable[..., None]:
         """run() with its configuration, for calls alike in all but their tensors' addresses."""
@@ -111,7 +120,9 @@ def _binder(backend: str) -> Callable[[Steps], Callable[..., None]]:
     return bind
 
 
-bind_cpu, bind_triton, bind_reference = map(_binder, ("cpu", "triton", "reference"))
+bind_cuda, bind_cpu, bind_triton, bind_reference = map(
+    _binder, ("cuda", "cpu", "triton", "reference")
+)
 
 
 def _runner(bind: Callable[[Steps], Callable[..., None]]) -> Callable[..., None]:
@@ -135,11 +146,13 @@ def _runner(bind: Callable[[Steps], Callable[..., None]]) -> Callable[..., None]
     return run
 
 
-run_cpu, run_triton, run_reference = map(_runner, (bind_cpu, bind_triton, bind_reference))
+run_cuda, run_cpu, run_triton, run_reference = map(
+    _runner, (bind_cuda, bind_cpu, bind_triton, bind_reference)
+)
 
 # A kernel's run: (config, a_comp, e_meta, sfa, b_act, sfb, alphas, counts, gscale, how, codes,
 # scales). Scales of rows at or past an expert's count are 0x38, their codes unspecified.
-KERNELS = (_chain("cpu"), _chain("triton"), _chain("reference"))
+KERNELS = tuple(map(_chain, ("cuda", "cpu", "triton", "reference")))
 OPERATOR = Operator(
     "nvfp4_group_mm_swiglu_quant",
     KERNELS,

@@ -12,13 +12,24 @@ from ...arch import Arch
 from ...checks import check_no_overlap
 from ...dispatch import Kernel, Operator, explained_by, remember, select
 from ...problem import Problem, kind_of
-from . import cpu, tactics, triton
+from . import cpu, sm90, tactics, triton
 from .checks import check_operands, check_out, check_types, count_name
 
 # A kernel's run: (config, out, a_comp, e_meta, sfa, b_act, sfb, alphas, counts). out [E, max_n, M]
 # comes with counts int32 [E]; ragged, out is [R, M] and counts are the E + 1 offsets. sfb is None
 # with BF16 activations. What is at or past an expert's count is neither read nor written.
 KERNELS = (
+    Kernel(
+        "nvfp4_group_mm.cuda_sm90",
+        "cuda",
+        run="ops.nvfp4_group_mm.sm90:run",
+        bind="ops.nvfp4_group_mm.sm90:bind",
+        needs=frozenset({"wgmma"}),
+        why_not=sm90.why_not,
+        config=sm90.config,
+        must_run=sm90.must_run,
+        configs=sm90.candidates,
+    ),
     Kernel(
         "nvfp4_group_mm.cpu",
         "cpu",

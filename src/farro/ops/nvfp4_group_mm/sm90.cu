@@ -1,0 +1,593 @@
+// nvfp4_group_mm on SM90a: grouped products with paired-4:8 sparse weights through wgmma.sp.
+//
+// Persistent over (expert, 64 * CONSUMERS weight rows, up to TOKENS tokens). Warpgroup 0 fills a ring
+// of stages of STEP * 128 of K: compressed weights by bulk copies; activations either by TMA from what
+// sm90_expand.cu wrote (many tokens) or, EXPAND, read as they are and expanded by three warps (few
+// tokens: no other launch, a quarter of the bytes). Each other warpgroup decodes 64 weight rows to 16
+// bits in registers, 128 of K at a time; with AHEAD while the tensor cores work on the 128 before.
+// A cluster of SPLIT CTAs shares K; the first adds their sums in order.
+#include "nvfp4.cuh"
+#include "output.cuh"
+#include "tiles.cuh"
+#include "wgmma_sparse.cuh"
+
+using namespace farro;
+
+constexpr int kRows = 64;  // of a compressed tile, with a chunk of 128 of K
+constexpr int kMeta = 2048, kScales = kMeta + 512, kTile = kScales + 256;  // its parts, and its size
+constexpr int kExpanders = 3;  // warps
+
+struct Problem {
+  const u8* codes;
+  const u8* meta;
+  const u8* scales;
+  const float* alphas;
+  const void* x;        // EXPAND: codes or BF16 values
+  const u8* x_scales;   // EXPAND: of codes
+  BFloat16* out;
+  int features;
+  int raster;      // token tiles that are visited together
+  int contiguous;  // whether a CTA takes neighbouring tiles
+  int out_vector;  // 8-byte stores to out are aligned
+};
+
+template <bool BF16_, bool EXPAND_, int CONSUMERS_, int TOKENS_, int STEP_, int STAGES_, bool AHEAD_,
+          int CTAS_, int SPLIT_>
+struct Traits {
+  static constexpr bool BF16 = BF16_, EXPAND = EXPAND_, AHEAD = AHEAD_;
+  static constexpr int CONSUMERS = CONSUMERS_, TOKENS = TOKENS_, STEP = STEP_, STAGES = STAGES_;
+  static constexpr int SPLIT = SPLIT_;
+  static constexpr int threads = 128 + 128 * CONSUMERS, rows = kRows * CONSUMERS;
+  static constexpr int half = TOKENS * 128;  // bytes of 64 of K
+  static constexpr int stage_b = STEP * 2 * half, block = STEP * kTile, stage_a = CONSUMERS * block;
+  // Shared memory
+  static constexpr int b = 0, a = STAGES * stage_b, sums = a + STAGES * stage_a;
+  static constexpr int full = sums + (SPLIT > 1 ? rows * TOKENS * 4 : 0), empty = full + 8 * STAGES;
+  static constexpr int table = empty + 8 * STAGES;  // int [3 * experts + 1]
+  // Registers: of a thread at launch, and where warpgroups multiply wide tiles, after an exchange
+  static constexpr bool exchange = TOKENS >= 64;
+  static constexpr int most(int registers) { return registers < 240 ? registers / 8 * 8 : 240; }
+  static constexpr int launched = most(65536 / (threads * CTAS_));
+  static constexpr int given = CTAS_ > 1 || CONSUMERS > 2 ? 32 : 40;
+  static constexpr int taken = most((launched * (CONSUMERS + 1) - given) / CONSUMERS);
+};
+
+// One lane's value, which all lanes hold: told so, the compiler keeps what follows from it in uniform
+// registers.
+__device__ __forceinline__ int uniform(int value) { return __shfl_sync(~0u, value, 0); }
+
+// ---- Tiles ----
+
+struct Tile {
+  int expert, row_tile, tokens;  // tokens that the expert has left, at most TOKENS
+  i64 first_row;                 // of its tokens in memory
+};
+
+// The tiles of a launch, in shared memory: first[e] of all experts before e, their rows.
+template <class T>
+struct Tiles {
+  int* first;
+  int* start;
+  int* count;
+  int experts, capacity, ragged, row_tiles, raster;
+  int expert = 0, next, end, stride;
+
+  __device__ Tiles(u8* shared, const Problem& p, const Rows& rows)
+      : experts(rows.experts), capacity(rows.capacity), ragged(rows.ragged), raster(p.raster) {
+    first = reinterpret_cast<int*>(shared + T::table);
+    start = first + experts + 1, count = start + experts;
+    row_tiles = (p.features + T::rows - 1) / T::rows;
+  }
+
+  // By all threads, with a barrier after each of the two.
+  __device__ __forceinline__ void read_counts(const Rows& rows) {
+    for (int e = threadIdx.x; e < experts; e += T::threads) rows_of(rows, e, start[e], count[e]);
+  }
+  __device__ __forceinline__ void add_up() {
+    if (threadIdx.x >= 32) return;
+    const int lane = threadIdx.x, each = (experts + 31) / 32;
+    const int low = min(lane * each, experts), high = min(low + each, experts);
+    int own = 0;
+    for (int e = low; e < high; ++e) own += row_tiles * ((count[e] + T::TOKENS - 1) / T::TOKENS);
+    int before = own;
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+      const int other = __shfl_up_sync(~0u, before, step);
+      if (lane >= step) before += other;
+    }
+    before -= own;
+    for (int e = low; e < high; ++e) {
+      first[e] = before;
+      before += row_tiles * ((count[e] + T::TOKENS - 1) / T::TOKENS);
+    }
+    if (lane == 31) first[experts] = before;
+  }
+
+  __device__ __forceinline__ void begin(int contiguous) {
+    const int all = first[experts], crews = gridDim.x / T::SPLIT, crew = blockIdx.x / T::SPLIT;
+    if (contiguous) {
+      next = uniform(static_cast<int>(static_cast<i64>(all) * crew / crews));
+      end = uniform(static_cast<int>(static_cast<i64>(all) * (crew + 1) / crews));
+      stride = 1;
+    } else {
+      next = crew, end = uniform(all), stride = crews;
+    }
+  }
+
+  __device__ __forceinline__ bool take(Tile& tile) {
+    if (next >= end) return false;
+    if (uniform(first[expert + 1]) <= next) {  // the first expert past `expert` whose tiles end after `next`
+      int low = expert + 1, high = experts - 1;
+      while (low < high) {
+        const int middle = (low + high) / 2;
+        if (first[middle + 1] <= next) low = middle + 1;
+        else high = middle;
+      }
+      expert = uniform(low);
+    }
+    const int there = uniform(count[expert]);
+    int token_tile;
+    tile_at(next - first[expert], (there + T::TOKENS - 1) / T::TOKENS, row_tiles, raster, token_tile,
+            tile.row_tile);
+    tile.expert = expert, tile.tokens = min(there - token_tile * T::TOKENS, T::TOKENS);
+    tile.first_row = (ragged ? 0 : static_cast<i64>(expert) * capacity) + start[expert] +
+                     token_tile * T::TOKENS;
+    next += stride;
+    return true;
+  }
+};
+
+// The stages of K, in units of STEP chunks, that this CTA of a cluster multiplies.
+template <class T>
+struct Span {
+  int steps, chunks, first, last;  // chunks [first, last)
+  __device__ __forceinline__ explicit Span(int k) {
+    steps = k / 32, chunks = (steps + 3) / 4, first = 0, last = chunks;
+    if constexpr (T::SPLIT > 1) {
+      const int units = (chunks + T::STEP - 1) / T::STEP, rank = cluster_rank();
+      first = min(units * rank / T::SPLIT * T::STEP, chunks);
+      last = min(units * (rank + 1) / T::SPLIT * T::STEP, chunks);
+    }
+  }
+};
+
+// ---- Producers ----
+
+// One warp: weights, and with TMA activations.
+template <class T>
+__device__ __forceinline__ void produce(const TensorMap* few_rows, const TensorMap* many_rows,
+                                        const Problem& p, const Rows& rows, Tiles<T>& tiles, u32 base,
+                                        int lane) {
+  const Span<T> k(rows.k);
+  Ring<T::STAGES> ring(1);
+  Tile tile;
+  while (tiles.take(tile)) {
+    const int top = tile.row_tile * T::rows, valid = min(p.features - top, T::rows);
+    const i64 matrix = static_cast<i64>(tile.expert) * p.features * k.steps;  // in 32s of K
+    const bool many = tile.tokens > 32;
+    const int box = many ? 64 : 8, boxes = (tile.tokens + box - 1) / box;
+    // A lane copies one part of one consumer's rows
+    const int consumer = lane / 3, part = lane % 3, mine = min(valid - consumer * kRows, kRows);
+    const u8* from = part == 0 ? p.codes : part == 1 ? p.meta : p.scales;
+    const int size = part == 0 ? 8 : part == 1 ? 2 : 1;
+    from += size * (matrix + static_cast<i64>(top + consumer * kRows) * k.steps);
+    const u32 to = base + T::a + consumer * T::block +
+                   T::STEP * (part == 0 ? 0 : part == 1 ? kMeta : kScales);
+    for (int chunk = k.first; chunk < k.last; chunk += T::STEP) {
+      const u32 full = base + T::full + 8 * ring.stage;
+      const int here = min(k.steps - 4 * chunk, 4 * T::STEP);
+      mbarrier_wait(base + T::empty + 8 * ring.stage, ring.parity);
+      if (lane == 0)
+        mbarrier_expect(full, valid * here * 11 + (T::EXPAND ? 0 : (here + 3) / 4 * boxes * box * 256));
+      __syncwarp();
+      if (consumer < T::CONSUMERS && mine > 0)
+        bulk_load(to + ring.stage * T::stage_a, from + static_cast<i64>(mine) * size * 4 * chunk,
+                  mine * size * here, full);
+      if constexpr (!T::EXPAND) {
+        const int halves = 2 * ((here + 3) / 4);
+        for (int i = lane; i < boxes * halves; i += 32) {
+          const int half = i % halves, rows_before = i / halves * box;
+          tma_load(base + T::b + ring.stage * T::stage_b + half * T::half + rows_before * 128,
+                   many ? many_rows : few_rows, chunk * 256 + half * 128,
+                   static_cast<int>(tile.first_row) + rows_before, full);
+        }
+      }
+      ring.next();
+    }
+    if constexpr (T::SPLIT > 1) cluster_sync(), cluster_sync();
+  }
+}
+
+// One warp of kExpanders: every so many stages' activations, expanded on the way to shared memory.
+template <class T>
+__device__ __forceinline__ void expand(const Problem& p, const Rows& rows, Tiles<T>& tiles,
+                                       u8* shared, u32 base, int which, int lane) {
+  constexpr int kSteps = 4 * T::STEP, kUnits = T::TOKENS * kSteps * 4 / 32;  // units of a lane
+  constexpr int kTogether = kUnits < 8 ? kUnits : 8;                         // loads in flight
+  const Span<T> k(rows.k);
+  Ring<T::STAGES> ring(1);
+  int turn = 0;
+  Tile tile;
+  while (tiles.take(tile)) {
+    for (int chunk = k.first; chunk < k.last; chunk += T::STEP) {
+      if (turn == which) {
+        u8* to = shared + T::b + ring.stage * T::stage_b;
+        bool waited = false;
+#pragma unroll 1
+        for (int i = 0; i < kUnits; i += kTogether) {
+          if (i * 32 / (kSteps * 4) >= tile.tokens) break;
+          uint4 unit[kTogether];
+#pragma unroll
+          for (int j = 0; j < kTogether; ++j) {
+            const int at = (i + j) * 32 + lane, token = at / (kSteps * 4), step = at / 4 % kSteps;
+            unit[j] = make_uint4(0, 0, 0, 0);
+            if (token < tile.tokens && 4 * chunk + step < k.steps)
+              unit[j] = unit_of<T::BF16>(p.x, p.x_scales,
+                                         (tile.first_row + token) * k.steps + 4 * chunk + step, at % 4);
+          }
+          if (!waited) mbarrier_wait(base + T::empty + 8 * ring.stage, ring.parity);
+          waited = true;
+#pragma unroll
+          for (int j = 0; j < kTogether; ++j) {
+            const int at = (i + j) * 32 + lane, token = at / (kSteps * 4), step = at / 4 % kSteps;
+            const int place = (step % 2 * 4 + at % 4) ^ (token % 8);  // TMA's 128-byte swizzle
+            *reinterpret_cast<uint4*>(to + step / 2 * T::half + token * 128 + place * 16) = unit[j];
+          }
+        }
+        fence_async_proxy();
+        __syncwarp();
+        if (lane == 0) mbarrier_arrive(base + T::full + 8 * ring.stage);
+      }
+      if (++turn == kExpanders) turn = 0;
+      ring.next();
+    }
+    if constexpr (T::SPLIT > 1) cluster_sync(), cluster_sync();
+  }
+}
+
+// ---- Consumers ----
+
+// A warp's operand of 128 of K: 16 rows, and which of four are kept.
+struct Operand {
+  u32 a[4][4], meta[4];
+};
+
+// One 32 of K: four bytes of codes (row r: 0, 1; row r + 8: 2, 3), and their scales in one half of two
+// pairs. FP16 comes out times 2^-6, BF16 times 2^-8.
+template <bool BF16, bool HIGH>
+__device__ __forceinline__ void decode(u32 bytes, u32 scales, u32 scales8, u32 (&a)[4]) {
+  u32 raw[4];
+  if constexpr (BF16) {  // exponent and mantissa at bits 8..6: times 2^-126
+    const u32 low = __byte_perm(bytes, 0, 0x1404), high = __byte_perm(bytes, 0, 0x3424);
+    const u32 from[4] = {low << 4, high << 4, low, high};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) raw[i] = (from[i] & 0x80008000u) | (from[i] >> 6 & 0x01c001c0u);
+  } else {
+    const u32 low = low_codes(bytes), high = high_codes(bytes);
+    raw[0] = low_to_halves(low), raw[1] = high_to_halves(low);
+    raw[2] = low_to_halves(high), raw[3] = high_to_halves(high);
+  }
+  a[0] = multiply_by<BF16, HIGH>(raw[0], scales), a[2] = multiply_by<BF16, HIGH>(raw[2], scales);
+  a[1] = multiply_by<BF16, HIGH>(raw[1], scales8), a[3] = multiply_by<BF16, HIGH>(raw[3], scales8);
+}
+
+constexpr float kBrainScale = 0x1p118f;  // what scales are multiplied with before BF16's codes
+template <bool BF16>
+constexpr float kUnscale = BF16 ? 256.0f : 64.0f;
+
+template <class T>
+struct Consumer {
+  Ring<T::STAGES> ring{0}, done{0};
+  int which, warp, lane;
+};
+
+// FP16 (or BF16) of a chunk of 128 of K: four words of codes, and four scales of each of two rows.
+template <bool BF16>
+__device__ __forceinline__ void decode(const u32 (&codes)[4], u32 scales, u32 scales8, u32 (&a)[4][4]) {
+  u32 low[2] = {low_to_halves(scales), high_to_halves(scales)};
+  u32 high[2] = {low_to_halves(scales8), high_to_halves(scales8)};
+  if constexpr (BF16)
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+      low[i] = halves_to_brains(low[i], kBrainScale), high[i] = halves_to_brains(high[i], kBrainScale);
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    decode<BF16, false>(codes[2 * i], low[i], high[i], a[2 * i]);
+    decode<BF16, true>(codes[2 * i + 1], low[i], high[i], a[2 * i + 1]);
+  }
+}
+
+template <class T, int WIDTH>
+__device__ __forceinline__ void multiply_tile(const Rows& rows, int valid, const u8* shared, u32 base,
+                                              Consumer<T>& c, float (&sum)[WIDTH / 2]) {
+  const Span<T> k(rows.k);
+  const int thread = c.warp * 32 + c.lane, row = c.warp * 16 + c.lane / 4;
+  const u8* own = shared + T::a + c.which * T::block;
+#pragma unroll
+  for (int i = 0; i < WIDTH / 2; ++i) sum[i] = 0.0f;
+
+  // `place` is a chunk's within its stage
+  auto wait_for_stage = [&] { mbarrier_wait(base + T::full + 8 * c.ring.stage, c.ring.parity); };
+  auto load = [&](Operand& o, int place) {
+    const u8* block = own + c.ring.stage * T::stage_a;
+    u32 codes[4];
+    *reinterpret_cast<uint4*>(codes) = reinterpret_cast<const uint4*>(block + place * kMeta)[thread];
+    block += T::STEP * kMeta;
+    *reinterpret_cast<uint4*>(o.meta) = reinterpret_cast<const uint4*>(block + place * 512)[thread / 4];
+    block += T::STEP * 512;
+    const u32* scales = reinterpret_cast<const u32*>(block + place * 256) + row;
+    decode<T::BF16>(codes, scales[0], scales[8], o.a);
+  };
+  auto load_partly = [&](Operand& o, int place, int here) {  // zeros, in a legal pattern, elsewhere
+    const bool mine = c.warp * 16 < valid;
+    const int height = valid < kRows ? 32 : 64;  // of the compressed tile
+    const u8* block = own + c.ring.stage * T::stage_a;
+    const u32* at_codes = reinterpret_cast<const u32*>(block + place * height * 32);
+    const u32* at_meta = reinterpret_cast<const u32*>(block + T::STEP * kMeta + place * height * 8);
+    const u8* at_scales = block + T::STEP * kScales + place * height * 4;
+    u32 codes[4], scales = 0, scales8 = 0;
+#pragma unroll
+    for (int s = 0; s < 4; ++s) {
+      codes[s] = 0, o.meta[s] = 0x44444444u;
+      if (mine && s < here) {
+        codes[s] = at_codes[thread * here + s];
+        o.meta[s] = at_meta[thread / 4 * here + s];
+        scales |= at_scales[row * here + s] << 8 * s;
+        scales8 |= at_scales[(row + 8) * here + s] << 8 * s;
+      }
+    }
+    decode<T::BF16>(codes, scales, scales8, o.a);
+  };
+  auto multiply = [&](Operand& o, int place) {
+    const u64 b = wgmma_descriptor(base + T::b) + (c.ring.stage * T::stage_b + place * 2 * T::half) / 16;
+    wgmma_fence();
+#pragma unroll
+    for (int s = 0; s < 4; ++s) {
+      const u64 at = b + s / 2 * (T::half / 16) + s % 2 * 4;
+      if constexpr (T::BF16) WgmmaSparse<WIDTH>::bf16(sum, o.a[s], at, o.meta[s], true);
+      else WgmmaSparse<WIDTH>::fp16(sum, o.a[s], at, o.meta[s], true);
+    }
+    wgmma_commit();
+  };
+  auto free_operand = [&](Operand& o) {  // its product has ended
+#pragma unroll
+    for (int s = 0; s < 4; ++s) {
+      asm volatile("" : "+r"(o.meta[s])::"memory");
+#pragma unroll
+      for (int i = 0; i < 4; ++i) asm volatile("" : "+r"(o.a[s][i])::"memory");
+    }
+  };
+  auto give_back = [&] {
+    if (c.lane == 0) mbarrier_arrive(base + T::empty + 8 * c.done.stage);
+    c.done.next();
+  };
+
+  int chunk = k.first;
+  if (valid >= kRows) {  // whole rows: pairs of whole chunks
+    const int pairs = (min(k.last, k.steps / 4) - k.first) / 2;
+    int place = 0;  // of a pair in its stage
+    auto next_pair = [&] { place = T::STEP > 2 && place + 2 < T::STEP ? place + 2 : 0; };
+    if constexpr (T::AHEAD) {
+      Operand even, odd;
+      auto first_half = [&] {
+        if (T::STEP <= 2 || place == 0) wait_for_stage();
+        load(even, place);
+        multiply(even, place);
+        if constexpr (T::STEP == 1) c.ring.next();
+      };
+      auto second_half = [&] {
+        if constexpr (T::STEP == 1) wait_for_stage();
+        load(odd, T::STEP == 1 ? 0 : place + 1);
+        multiply(odd, T::STEP == 1 ? 0 : place + 1);
+        wgmma_wait<1>();
+        free_operand(even);
+        if constexpr (T::STEP == 1) give_back();
+        next_pair();
+        if (T::STEP <= 2 || place == 0) c.ring.next();
+      };
+      if (pairs > 0) {
+        first_half();
+#pragma unroll 1
+        for (int pair = 1; pair < pairs; ++pair) {
+          second_half();
+          first_half();
+          wgmma_wait<1>();
+          free_operand(odd);
+          if (T::STEP <= 2 || place == 0) give_back();
+        }
+        second_half();
+        wgmma_wait<0>();
+        free_operand(odd);
+        if (T::STEP <= 2 || place == 0) give_back();
+      }
+    } else {
+#pragma unroll 1
+      for (int pair = 0; pair < pairs; ++pair) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const bool first = T::STEP == 1 || (i == 0 && (T::STEP == 2 || place == 0));
+          if (first) wait_for_stage();
+          Operand o;
+          load(o, T::STEP == 1 ? 0 : place + i);
+          multiply(o, T::STEP == 1 ? 0 : place + i);
+          if (i == 1) next_pair();
+          const bool last = T::STEP == 1 || (i == 1 && (T::STEP == 2 || place == 0));
+          if (last) c.ring.next();
+          wgmma_wait<0>();
+          free_operand(o);
+          if (last) give_back();
+        }
+      }
+    }
+    chunk += 2 * pairs;
+    if (place != 0 && chunk == k.last) give_back(), c.ring.next();  // K ends within a stage
+  }
+#pragma unroll 1
+  for (; chunk < k.last; ++chunk) {
+    const int place = T::STEP == 1 ? 0 : chunk % T::STEP;
+    if (place == 0) wait_for_stage();
+    Operand o;
+    load_partly(o, place, min(k.steps - 4 * chunk, 4));
+    multiply(o, place);
+    wgmma_wait<0>();
+    free_operand(o);
+    if (place == T::STEP - 1 || chunk == k.last - 1) {
+      give_back();
+      c.ring.next();
+    }
+  }
+  wgmma_hold(sum);
+}
+
+// The cluster's sums, added by its first CTA in the order of K.
+template <class T, int WIDTH>
+__device__ __forceinline__ void add_splits(u8* shared, u32 base, const Consumer<T>& c,
+                                           float (&sum)[WIDTH / 2]) {
+  constexpr int kThreads = 128 * T::CONSUMERS;
+  const int thread = c.which * 128 + c.warp * 32 + c.lane;
+  const u32 rank = cluster_rank();
+  if (rank > 0)
+#pragma unroll
+    for (int i = 0; i < WIDTH / 8; ++i)
+      reinterpret_cast<float4*>(shared + T::sums)[i * kThreads + thread] =
+          make_float4(sum[4 * i], sum[4 * i + 1], sum[4 * i + 2], sum[4 * i + 3]);
+  cluster_sync();
+  if (rank == 0)
+#pragma unroll
+    for (int other = 1; other < T::SPLIT; ++other)
+#pragma unroll
+      for (int i = 0; i < WIDTH / 8; ++i) {
+        const float4 part =
+            load_remote(map_to_rank(base + T::sums + 16 * (i * kThreads + thread), other));
+        sum[4 * i] += part.x, sum[4 * i + 1] += part.y;
+        sum[4 * i + 2] += part.z, sum[4 * i + 3] += part.w;
+      }
+  cluster_sync();
+}
+
+template <class T, int WIDTH>
+__device__ __forceinline__ void store(const Problem& p, const Tile& tile, const Consumer<T>& c,
+                                      const float (&sum)[WIDTH / 2]) {
+  const int first_feature = tile.row_tile * T::rows + c.which * kRows + c.warp * 16;
+  if (first_feature >= p.features) return;
+  const float alpha = __fmul_rn(p.alphas[tile.expert], kUnscale<T::BF16>);
+  const int quad = c.lane % 4, odd_lane = quad & 1;
+  const int feature = first_feature + (odd_lane ? 8 + 2 * (quad - 1) : 2 * quad);
+  BFloat16* to = p.out + (tile.first_row + c.lane / 4) * p.features + feature;
+#pragma unroll
+  for (int j = 0; j < WIDTH / 8; ++j) {
+    u32 part[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const u32 pair = pack2(__fmul_rn(sum[4 * j + 2 * h], alpha),
+                             __fmul_rn(sum[4 * j + 2 * h + 1], alpha), BFloat16{});
+      asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(part[h]) : "r"(pair));
+    }
+    // Neighbouring lanes exchange halves, so that each has four neighbouring features
+    const u32 get = __shfl_xor_sync(~0u, odd_lane ? part[0] : part[1], 1);
+    if (8 * j + c.lane / 4 >= tile.tokens) continue;
+    BFloat16* at = to + static_cast<i64>(8 * j) * p.features;
+    const uint2 four = odd_lane ? make_uint2(get, part[1]) : make_uint2(part[0], get);
+    if (p.out_vector) {
+      *reinterpret_cast<uint2*>(at) = four;
+    } else {
+      at[0].bits = static_cast<u16>(four.x), at[1].bits = static_cast<u16>(four.x >> 16);
+      at[2].bits = static_cast<u16>(four.y), at[3].bits = static_cast<u16>(four.y >> 16);
+    }
+  }
+}
+
+template <class T, int WIDTH>
+__device__ __forceinline__ void compute(const Problem& p, const Rows& rows, const Tile& tile,
+                                        u8* shared, u32 base, Consumer<T>& c) {
+  float sum[WIDTH / 2];
+  const int valid = p.features - tile.row_tile * T::rows - c.which * kRows;
+  multiply_tile<T, WIDTH>(rows, valid, shared, base, c, sum);
+  if constexpr (T::SPLIT > 1) add_splits<T, WIDTH>(shared, base, c, sum);
+  if (T::SPLIT == 1 || cluster_rank() == 0) store<T, WIDTH>(p, tile, c, sum);
+}
+
+template <class T>
+__device__ __forceinline__ void consume(const Problem& p, const Rows& rows, Tiles<T>& tiles, u8* shared,
+                                        u32 base, Consumer<T>& c) {
+  constexpr int W = T::TOKENS;
+  Tile tile;
+  while (tiles.take(tile)) {  // in the narrowest product that holds what the expert has left
+    if constexpr (W >= 64) {
+      if (tile.tokens <= W / 4) {
+        compute<T, W / 4>(p, rows, tile, shared, base, c);
+        continue;
+      }
+      if (tile.tokens <= W / 2) {
+        compute<T, W / 2>(p, rows, tile, shared, base, c);
+        continue;
+      }
+    }
+    if constexpr (W == 256) {
+      if (tile.tokens <= 192) {
+        compute<T, 192>(p, rows, tile, shared, base, c);
+        continue;
+      }
+    }
+    compute<T, W>(p, rows, tile, shared, base, c);
+  }
+}
+
+// ---- The kernel ----
+
+template <class T>
+__device__ __forceinline__ void run(const TensorMap* few_rows, const TensorMap* many_rows,
+                                    const Problem& p, const Rows& rows) {
+  extern __shared__ u8 raw[];
+  const u32 raw_address = smem_address(raw), base = (raw_address + 1023) & ~1023u;
+  u8* shared = raw + (base - raw_address);
+  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
+  Tiles<T> tiles(shared, p, rows);
+
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < T::STAGES; ++i) {
+      mbarrier_init(base + T::full + 8 * i, T::EXPAND ? 2 : 1);
+      mbarrier_init(base + T::empty + 8 * i, 4 * T::CONSUMERS);
+    }
+    fence_mbarrier_init();
+  }
+  tiles.read_counts(rows);
+  __syncthreads();
+  tiles.add_up();
+  __syncthreads();
+  tiles.begin(p.contiguous);
+
+  if (warp < 4) {
+    if constexpr (T::exchange) give_registers<T::given>();
+    if (warp == 0) {
+      produce<T>(few_rows, many_rows, p, rows, tiles, base, lane);
+    } else if (T::EXPAND) {
+      expand<T>(p, rows, tiles, shared, base, warp - 1, lane);
+    } else if (T::SPLIT > 1) {
+      for (Tile tile; tiles.take(tile);) cluster_sync(), cluster_sync();
+    }
+  } else {
+    if constexpr (T::exchange) take_registers<T::taken>();
+    Consumer<T> c;
+    c.which = warp / 4 - 1, c.warp = warp % 4, c.lane = lane;
+    consume<T>(p, rows, tiles, shared, base, c);
+  }
+}
+
+// Few tokens: activations as they are.
+template <bool BF16, int CONSUMERS, int TOKENS, int STEP, int STAGES, bool AHEAD, int CTAS, int SPLIT>
+__global__ void __launch_bounds__(128 + 128 * CONSUMERS, CTAS)
+    nvfp4_group_few(const __grid_constant__ Problem p, const __grid_constant__ Rows rows) {
+  run<Traits<BF16, true, CONSUMERS, TOKENS, STEP, STAGES, AHEAD, CTAS, SPLIT>>(nullptr, nullptr, p, rows);
+}
+
+// Many: expanded before.
+template <bool BF16, int CONSUMERS, int TOKENS, int STEP, int STAGES, bool AHEAD, int CTAS, int SPLIT>
+__global__ void __launch_bounds__(128 + 128 * CONSUMERS, CTAS)
+    nvfp4_group_many(const __grid_constant__ TensorMap few_rows,   // boxes of 8 activation rows
+                     const __grid_constant__ TensorMap many_rows,  // of 64
+                     const __grid_constant__ Problem p, const __grid_constant__ Rows rows) {
+  if (threadIdx.x == 0) prefetch_tensor_map(&few_rows), prefetch_tensor_map(&many_rows);
+  run<Traits<BF16, false, CONSUMERS, TOKENS, STEP, STAGES, AHEAD, CTAS, SPLIT>>(&few_rows, &many_rows, p,
+                                                                               rows);
+}

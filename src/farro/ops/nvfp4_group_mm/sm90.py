@@ -1,0 +1,397 @@
+"""nvfp4_group_mm on SM90a: which problems and configurations the kernels take, and their launches.
+
+sm90.cu is the product, sm90_expand.cu the activations' way to 16 bits where tiles have many tokens.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+
+from ...cuda import tensor_map
+from ...cuda.fp8.gemm import Prepared
+from ...cuda.launch import Launch, kernel_function
+from ...problem import Problem
+from ...tuning import nearest, table
+from . import reference
+from .tactics import illegal, tactic_of
+
+SHARED_LIMIT = 232448  # bytes a CTA may use on SM90
+_SHARED_OF_SM = 233472  # of which each CTA costs 1 KiB more than it uses
+_ALIGNMENT = 1024  # of shared memory, for the 128-byte swizzle
+_TILE = 2816  # bytes of 64 rows x 128 of K, as in sm90.cu
+_FEW, _MANY = (8, 16, 32), (64, 128, 256)  # tokens of a tile: expanded within, or before
+_CONSUMERS = {8: 6, 16: 6, 32: 5, 64: 4, 128: 3, 256: 2}  # the most that have registers for them
+_SPLITS = (1, 2, 4)
+_MOST_STAGES = 12
+_LONGEST = 2**31 - 2**10  # a row's index plus a tile stays an int
+_SOURCE, _EXPAND = "ops/nvfp4_group_mm/sm90.cu", "ops/nvfp4_group_mm/sm90_expand.cu"
+
+
+@dataclass(frozen=True)
+class Config:
+    """A tile of 64 * consumers weight rows by up to `tokens`; K in stages of step * 128."""
+
+    consumers: int  # warpgroups that multiply
+    tokens: int
+    step: int
+    stages: int
+    ahead: bool = True  # decode 128 of K while those before are multiplied
+    ctas: int = 1  # a multiprocessor
+    split: int = 1  # CTAs that share K
+    raster: int = 8  # token tiles that are visited together
+
+    @property
+    def expands(self) -> bool:
+        return self.tokens in _FEW
+
+    @property
+    def rows(self) -> int:
+        return 64 * self.consumers
+
+    @property
+    def tile(self) -> tuple[int, int]:
+        """Tokens and weight rows."""
+        return self.tokens, self.rows
+
+    @property
+    def name(self) -> str:
+        split = f", K in {self.split}" if self.split > 1 else ""
+        return f"sm90 {self.rows}x{self.tokens}{split}"
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def shared_bytes(config: Config, experts: int) -> int:
+    """What the kernel's Traits add up to, with room to align."""
+    c = config
+    stage = c.step * (c.consumers * _TILE + c.tokens * 256) + 16
+    sums = c.rows * c.tokens * 4 if c.split > 1 else 0
+    return c.stages * stage + sums + 4 * (3 * experts + 1) + _ALIGNMENT
+
+
+def registers(config: Config) -> int:
+    """Of a thread that multiplies, as the kernel's Traits have them."""
+    c = config
+    launched = min(65536 // (128 * (c.consumers + 1) * c.ctas) // 8 * 8, 240)
+    if c.expands:
+        return launched
+    given = 32 if c.ctas > 1 or c.consumers > 2 else 40
+    return min((launched * (c.consumers + 1) - given) // c.consumers // 8 * 8, 240)
+
+
+def _needed(config: Config) -> int:
+    """Registers that sums, one or two operands and addresses take; with fewer ptxas serializes."""
+    if config.expands:
+        return config.tokens // 2 + (72 if config.ahead else 64)
+    return config.tokens // 2 + (80 if config.ahead else 60)
+
+
+def refuses(config: Config, experts: int = 1) -> str | None:
+    """Why the kernels do not have this configuration, or None."""
+    c = config
+    sizes = (c.consumers, c.tokens, c.step, c.stages, c.ctas, c.split, c.raster)
+    if any(type(size) is not int or size < 1 for size in sizes) or type(c.ahead) is not bool:
+        return "sizes are positive ints"
+    if c.consumers > _CONSUMERS.get(c.tokens, 0) or c.step not in (1, 2, 4) or c.raster > 64:
+        return "no such tile"
+    if not 3 <= c.stages <= 16 or c.split not in _SPLITS or c.ctas > 2:
+        return "no such ring, split of K or number of CTAs"
+    if c.split > 1 and not (c.expands and c.ctas == 1 and c.consumers <= 4):
+        return "K is split for few tokens, by CTAs with a multiprocessor and registers enough"
+    if registers(c) < _needed(c):
+        return f"{registers(c)} registers a thread, of {_needed(c)}"
+    need = shared_bytes(c, experts)
+    if need > min(SHARED_LIMIT, _SHARED_OF_SM // c.ctas - 1024):
+        return f"{need} bytes of shared memory for each of {c.ctas} CTAs"
+    return None
+
+
+def deepest(config: Config, experts: int) -> Config | None:
+    """With as many stages as there is room for."""
+    for stages in range(_MOST_STAGES, 2, -1):
+        deep = replace(config, stages=stages)
+        if refuses(deep, experts) is None:
+            return deep
+    return None
+
+
+def configs(experts: int) -> Iterator[Config]:
+    """Every tile with the deepest ring; tactics, tuner and tests choose among them."""
+    for tokens, most in _CONSUMERS.items():
+        for consumers in range(1, most + 1):
+            for step in (2, 1, 4) if tokens in _FEW else (1, 2):
+                for ahead in (True, False):
+                    for ctas in (1, 2):
+                        for split in _SPLITS:
+                            c = Config(consumers, tokens, step, 3, ahead, ctas, split)
+                            deep = deepest(c, experts)
+                            if deep is not None:
+                                yield deep
+
+
+def _tokens_of(problem: Problem) -> int:
+    """Rows of an expert, as far as the host knows: their capacity, or what they have on average."""
+    rows = problem.spec("out").shape[-2]
+    if len(problem.spec("out").shape) == 3:
+        return rows
+    return -(-rows // problem.spec("a_comp").shape[0])
+
+
+def heuristic(problem: Problem) -> Config:
+    """The narrowest tile that holds an expert's tokens; the tallest that leaves enough tiles."""
+    experts, m, quarter = problem.spec("a_comp").shape
+    tactic, tokens = tactic_of(problem), _tokens_of(problem)
+    processors = problem.arch.multiprocessors
+    width = tactic.tokens or next((w for w in (*_FEW, *_MANY) if w >= tokens), _MANY[-1])
+
+    def tiles(consumers: int) -> int:
+        return experts * -(-m // (64 * consumers)) * -(-max(tokens, 1) // width)
+
+    consumers = tactic.rows // 64 if tactic.tokens else min(4, _CONSUMERS[width])
+    split = tactic.split_k if tactic.tokens else 1
+    if not tactic.tokens:
+        while width in _FEW and consumers > 1 and tiles(consumers) * 4 < processors * 3:
+            consumers //= 2
+        if width == 128:
+            consumers = 2
+        while width in _FEW and split < 4 and tiles(consumers) * split * 2 <= processors:
+            if quarter * 4 < 512 * split * 2:
+                break
+            split *= 2
+    ahead = width != 64 or problem["sfb"] is not None  # BF16's scales take more registers
+    for step in (2, 1) if width in _FEW else (1,):
+        config = deepest(Config(consumers, width, step, 3, ahead, split=split), experts)
+        if config is not None:
+            return config
+    # the tables of thousands of experts leave room for half as many tokens
+    config = deepest(Config(consumers, width // 2, 1, 3, ahead, split=split), experts)
+    assert config is not None, f"no room for the tables of {experts} experts"
+    return config
+
+
+def config(problem: Problem) -> Config:
+    """The tuned table's configuration for the nearest problem, else the heuristic's."""
+    experts, m, quarter = problem.spec("a_comp").shape
+    tactic = tactic_of(problem)
+
+    def legal(values: dict[str, Any]) -> bool:
+        try:
+            return refuses(Config(**values), experts) is None
+        except TypeError:  # a table of another version
+            return False
+
+    if tactic.tokens:
+        return heuristic(problem)
+    ragged = len(problem.spec("out").shape) == 2
+    found = nearest(
+        table("nvfp4_group_mm", problem.arch.device),
+        {"backend": "cuda", "coded": problem["sfb"] is not None, "ragged": ragged},
+        {"m": problem.spec("out").shape[-2], "e": experts, "n": m, "k": quarter * 4},
+        legal,
+    )
+    return heuristic(problem) if found is None else Config(**found)
+
+
+def candidates(problem: Problem) -> list[Config]:
+    """Those that a tuner may time."""
+    experts, tokens = problem.spec("a_comp").shape[0], _tokens_of(problem)
+    tactic = tactic_of(problem)
+    if tactic.tokens:
+        return [heuristic(problem)]
+
+    def plausible(c: Config) -> bool:
+        return c.tokens >= min(tokens, 128) and (c.tokens <= 2 * tokens or c.tokens == 8)
+
+    return [c for c in configs(experts) if plausible(c)]
+
+
+def why_not(problem: Problem) -> str | None:
+    """Why these kernels cannot run the problem, or None: operands that bulk copies can read."""
+    reason = illegal(problem)
+    if reason is not None:
+        return reason
+    tactic = tactic_of(problem)
+    experts, m, _ = problem.spec("a_comp").shape
+    if tactic.tokens and heuristic(problem).tile != (tactic.tokens, tactic.rows):
+        return f"tactic {tactic.name!r} leaves no room for the tables of {experts} experts"
+    rows = problem.spec("out").shape[-2]
+    for name in ("a_comp", "e_meta", "sfa", "b_act"):
+        if problem.spec(name).align < 16:
+            return f"{name} must begin at a multiple of 16 bytes: pass {name}.clone()"
+    padded = len(problem.spec("out").shape) == 3
+    if rows * (experts if padded else 1) > _LONGEST:
+        return f"more than {_LONGEST} rows"
+    if experts * (rows // 8 + 1) * (m // 64 + 1) > 2**31 - 1:
+        return "more than 2147483647 tiles"
+    return None
+
+
+def must_run(problem: Problem) -> bool:
+    """Every size, layout and kind of activation, at addresses that are multiples of 16."""
+    if tactic_of(problem).tokens or illegal(problem) is not None:
+        return False
+    return why_not(problem) is None or all(
+        problem.spec(name).align >= 16 for name in ("a_comp", "e_meta", "sfa", "b_act")
+    )
+
+
+class _Rows(ctypes.Structure):
+    """`struct Rows` of nvfp4.cuh."""
+
+    _fields_ = (
+        ("counts", ctypes.c_void_p),
+        *((name, ctypes.c_int) for name in ("experts", "capacity", "k", "ragged")),
+    )
+
+
+class _Problem(ctypes.Structure):
+    """`struct Problem` of sm90.cu."""
+
+    _fields_ = (
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("codes", "meta", "scales", "alphas", "x", "x_scales", "out")
+        ),
+        *((name, ctypes.c_int) for name in ("features", "raster", "contiguous", "out_vector")),
+    )
+
+
+def kernel_name(config: Config, bf16: bool) -> tuple[str, str]:
+    """Source file and name expression."""
+    c = config
+    name = "nvfp4_group_few" if c.expands else "nvfp4_group_many"
+    flags = str(bf16).lower(), str(c.ahead).lower()
+    sizes = f"{c.consumers}, {c.tokens}, {c.step}, {c.stages}, {flags[1]}, {c.ctas}, {c.split}"
+    return _SOURCE, f"{name}<{flags[0]}, {sizes}>"
+
+
+def expand_name(bf16: bool) -> tuple[str, str]:
+    return _EXPAND, f"nvfp4_expand<{str(bf16).lower()}>"
+
+
+def rows_of(out: torch.Tensor, counts: torch.Tensor, experts: int, k: int) -> _Rows:
+    return _Rows(counts.data_ptr(), experts, out.shape[-2], k, int(out.dim() == 2))
+
+
+def expand_launch(
+    b_act: torch.Tensor, sfb: torch.Tensor | None, expanded: torch.Tensor, rows: _Rows
+) -> Launch:
+    """Activations to 16 bits in the order of compressed weights, valid rows alone."""
+    device = b_act.get_device()
+    function = kernel_function(*expand_name(sfb is None), "sm_90a", device, 0)
+    pointers = (b_act.data_ptr(), 0 if sfb is None else sfb.data_ptr(), expanded.data_ptr())
+    parameters = (*(ctypes.c_void_p(p) for p in pointers), rows)
+    each = -(-rows.capacity * rows.k // 8 // 256) if not rows.ragged else 1 << 20
+    blocks = max(1, min(each, 1 + 2112 // rows.experts))
+    return Launch(device, function, (blocks, rows.experts, 1), 256, 0, 1, parameters)
+
+
+def group_launch(
+    config: Config,
+    out: torch.Tensor,
+    parts: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    x: torch.Tensor,
+    sfb: torch.Tensor | None,
+    alphas: torch.Tensor,
+    rows: _Rows,
+) -> Launch:
+    """The product of activations as they are, or expanded where the configuration wants it so."""
+    c, device, features, k = config, out.get_device(), out.shape[-1], rows.k
+    size = shared_bytes(c, rows.experts)
+    function = kernel_function(*kernel_name(c, x.dtype == torch.bfloat16), "sm_90a", device, size)
+    maps: tuple[Any, ...] = ()
+    if not c.expands:
+        count = x.numel() // k
+        maps = tuple(
+            tensor_map.encode(x.data_ptr(), count, 2 * k, 2 * k, box, 128) for box in (8, 64)
+        )
+    problem = _Problem(
+        *(t.data_ptr() for t in (*parts, alphas, x)),
+        0 if sfb is None else sfb.data_ptr(),
+        out.data_ptr(),
+        *(features, c.raster, int(c.expands), int(out.data_ptr() % 8 == 0)),
+    )
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    grid = processors * c.ctas // c.split * c.split
+    threads = 128 * (c.consumers + 1)
+    return Launch(device, function, (grid, 1, 1), threads, size, c.split, (*maps, problem, rows))
+
+
+class _Both:
+    """Two launches, one after the other."""
+
+    def __init__(self, *launches: Launch) -> None:
+        self.launches = launches
+
+    def on_current_stream(self) -> None:
+        for launch in self.launches:
+            launch.on_current_stream()
+
+
+class _Bound:
+    """run() for calls alike in all but addresses."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.prepared = Prepared()
+
+    def __call__(
+        self,
+        out: torch.Tensor,
+        a_comp: torch.Tensor,
+        e_meta: torch.Tensor,
+        sfa: torch.Tensor,
+        b_act: torch.Tensor,
+        sfb: torch.Tensor | None,
+        alphas: torch.Tensor,
+        counts: torch.Tensor,
+    ) -> None:
+        if out.numel() == 0:
+            return
+        experts, k = a_comp.shape[0], a_comp.shape[2] * 4
+        operands = (a_comp, e_meta, sfa, b_act, sfb, alphas, counts)
+        if k == 0:  # sums over nothing
+            reference.run(None, out, *operands)
+            return
+        expanded: torch.Tensor | None = None
+        if not self.config.expands:
+            kind = torch.bfloat16 if sfb is None else torch.float16
+            expanded = torch.empty((*b_act.shape[:-1], k), dtype=kind, device=b_act.device)
+        parts = (a_comp, e_meta, sfa)
+
+        def prepare() -> Any:
+            rows = rows_of(out, counts, experts, k)
+            if expanded is None:
+                return group_launch(self.config, out, parts, b_act, sfb, alphas, rows)
+            return _Both(
+                expand_launch(b_act, sfb, expanded, rows),
+                group_launch(self.config, out, parts, expanded, None, alphas, rows),
+            )
+
+        self.prepared.run(out.device, (out, *operands, expanded), prepare)
+
+
+def bind(config: Config) -> Callable[..., None]:
+    """run() with its configuration, for calls alike in all but their tensors' addresses."""
+    return _Bound(config)
+
+
+def run(
+    config: Config,
+    out: torch.Tensor,
+    a_comp: torch.Tensor,
+    e_meta: torch.Tensor,
+    sfa: torch.Tensor,
+    b_act: torch.Tensor,
+    sfb: torch.Tensor | None,
+    alphas: torch.Tensor,
+    counts: torch.Tensor,
+) -> None:
+    """Write the experts' rows of out, launched on the current stream of its device."""
+    bind(config)(out, a_comp, e_meta, sfa, b_act, sfb, alphas, counts)

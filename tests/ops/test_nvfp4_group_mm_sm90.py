@@ -1,0 +1,196 @@
+"""Grouped products on SM90a: legal configurations, what a launch is given, and results on a GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from farro import nvfp4
+from farro.catalogue import operator_named
+from farro.cuda import jit
+from farro.formats.nvfp4 import NAN_SCALE
+from farro.ops.nvfp4_group_mm import sm90
+from farro.ops.nvfp4_group_mm.sm90 import Config
+from farro.testing import group_mm_cases
+from farro.testing.nvfp4_group_mm import GroupCase
+
+from .native_facts import buffer, compiles, fields_of, offsets_of, pretend, sizes_of
+from .sm90_forced import compile_all, skip_without_it
+from .test_nvfp4_group_mm_triton import problem_of
+
+KERNEL = next(k for k in operator_named("nvfp4_group_mm").kernels if k.backend == "cuda")
+FEW, MANY = Config(4, 8, 2, 6), Config(2, 256, 1, 3)
+
+
+def shapes() -> list[Config]:
+    """Each tile, step, way to overlap, number of CTAs and split with a ring of three."""
+    found = {dataclasses.replace(c, stages=3): None for c in sm90.configs(1)}
+    return list(found)
+
+
+def test_chosen_configurations_are_legal():
+    sizes = ((1, 32, 32, 1), (8, 28672, 4096, 16), (128, 1536, 2048, 8), (4096, 64, 96, 300))
+    for e, m, k, cap in (*sizes, (3, 0, 0, 0), (1, 4096, 7168, 70), (2, 512, 512, 4000)):
+        for ragged in (False, True):
+            for coded in (False, True):
+                problem = problem_of(e, m, k, cap, coded, ragged)
+                assert sm90.why_not(problem) is None and sm90.must_run(problem)
+                assert sm90.refuses(sm90.config(problem), e) is None
+                for config in sm90.candidates(problem):
+                    assert sm90.refuses(config, e) is None
+
+
+def test_few_tokens_take_tiles_that_fill_the_device():
+    assert sm90.heuristic(problem_of(128, 1536, 2048, 8)).tile == (8, 256)
+    assert sm90.heuristic(problem_of(32, 4096, 7168, 16)).tile == (16, 256)
+    assert sm90.heuristic(problem_of(32, 4096, 7168, 512)).tile == (256, 128)
+    alone = sm90.heuristic(problem_of(1, 2048, 7168, 4))
+    assert alone.tile == (8, 64) and alone.split == 4
+    assert sm90.heuristic(problem_of(1, 64, 128, 4)).split == 1
+
+
+def test_tactics_are_taken_or_refused():
+    for config_id, name in enumerate(nvfp4.group_mm_configs()):
+        problem = problem_of(4, 256, 1024, 64, tactic=config_id)
+        assert sm90.why_not(problem) is None
+        if name != "auto":
+            config = sm90.config(problem)
+            assert f"{config.rows}x{config.tokens}" == name.partition("_")[0]
+            assert config.split == int(name.partition("split")[2] or 1)
+            assert not sm90.must_run(problem)
+    split = nvfp4.group_mm_configs().index("64x8_split4")
+    assert "splits K in 4" in sm90.why_not(problem_of(4, 256, 256, 8, tactic=split))
+
+
+@pytest.mark.parametrize("name", ("a_comp", "e_meta", "sfa", "b_act"))
+def test_addresses_that_bulk_copies_cannot_read(name):
+    problem = problem_of(4, 256, 1024, 64)
+    spec = dataclasses.replace(problem.spec(name), align=8)
+    tensors = tuple((n, spec if n == name else t) for n, t in problem.tensors)
+    moved = dataclasses.replace(problem, tensors=tensors)
+    assert f"{name} must begin" in sm90.why_not(moved) and not sm90.must_run(moved)
+
+
+def test_parameters_lie_as_the_kernel_reads_them(tmp_path):
+    source = jit._PACKAGE / "ops/nvfp4_group_mm/sm90.cu"
+    assert fields_of("Problem", source.read_text()) == sizes_of(sm90._Problem)
+    rows = (source.parent / "nvfp4.cuh").read_text()
+    assert fields_of("Rows", rows) == sizes_of(sm90._Rows)
+    text = [f'#include "{source}"']
+    text += [offsets_of("Problem", sm90._Problem), offsets_of("Rows", sm90._Rows)]
+    for i, c in enumerate(shapes()[::7]):
+        given = f"{c.consumers}, {c.tokens}, {c.step}, {c.stages}, false, {c.ctas}, {c.split}"
+        traits = f"Traits<false, {str(c.expands).lower()}, {given}>"
+        own = sm90.shared_bytes(c, 5) - sm90._ALIGNMENT - 4 * 16
+        facts = f"T::table == {own} && T::full % 8 == 0 && T::half % 1024 == 0 && T::sums % 16 == 0"
+        taken = "T::exchange ? T::taken : T::launched"
+        text.append(
+            f"namespace fact{i} {{ using T = {traits};\n"
+            f"static_assert({facts} && ({taken}) == {sm90.registers(c)}); }}"
+        )
+    compiles("\n".join(text), tmp_path)
+
+
+def given(config, e, m, k, cap, coded=True, ragged=False, offset=0):
+    rows = (e * cap,) if ragged else (e, cap)
+    code, brain = torch.uint8, torch.bfloat16
+
+    def new(dtype, *size, offset=0):
+        count = torch.Size(size).numel()
+        return buffer(count, dtype, offset).view(size)
+
+    out = new(brain, *rows, m, offset=offset)
+    parts = tuple(new(code, e, m, k // n) for n in (4, 16, 32))
+    x = new(code, *rows, k // 2) if coded else new(brain, *rows, k)
+    sfb = new(code, *rows, k // 32) if coded else None
+    return out, *parts, x, sfb, new(torch.float32, e), new(torch.int32, e + ragged)
+
+
+def test_few_tokens_are_one_launch(monkeypatch):
+    pretend(monkeypatch, sm90)
+    out, *parts, x, sfb, alphas, counts = given(FEW, 3, 256, 512, 8, offset=1)
+    monkeypatch.setattr(torch.Tensor, "get_device", lambda self: 0)
+    rows = sm90.rows_of(out, counts, 3, 512)
+    launch = sm90.group_launch(FEW, out, tuple(parts), x, sfb, alphas, rows)
+    problem, told = launch.parameters
+    assert launch.grid == (132, 1, 1) and launch.threads == 640 and launch.cluster == 1
+    assert (told.experts, told.capacity, told.k, told.ragged) == (3, 8, 512, 0)
+    assert problem.x == x.data_ptr() and problem.x_scales == sfb.data_ptr()
+    assert (problem.features, problem.out_vector, problem.contiguous) == (256, 0, 1)
+    shared = dataclasses.replace(FEW, split=4)
+    launch = sm90.group_launch(shared, out, tuple(parts), x, sfb, alphas, rows)
+    assert launch.cluster == 4 and launch.grid[0] % 4 == 0
+
+
+def test_many_tokens_are_expanded_before(monkeypatch):
+    pretend(monkeypatch, sm90)
+    monkeypatch.setattr(torch.Tensor, "get_device", lambda self: 0)
+    out, *parts, x, sfb, alphas, counts = given(MANY, 3, 256, 512, 300, ragged=True)
+    rows = sm90.rows_of(out, counts, 3, 512)
+    expanded = torch.empty(900, 512, dtype=torch.float16)
+    first = sm90.expand_launch(x, sfb, expanded, rows)
+    assert first.grid[1] == 3 and first.threads == 256
+    launch = sm90.group_launch(MANY, out, tuple(parts), expanded, None, alphas, rows)
+    few, many, problem, told = launch.parameters
+    assert few == (expanded.data_ptr(), 900, 1024, 1024, 8, 128) and many[4] == 64
+    assert (problem.out_vector, problem.contiguous, told.ragged, told.capacity) == (1, 0, 1, 900)
+
+
+# --- on a GPU ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    skip_without_it()
+    wanted = [sm90.kernel_name(c, b) for c in shapes() for b in (False, True)]
+    compile_all([*wanted, *(sm90.expand_name(b) for b in (False, True))])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", group_mm_cases(), ids=str)
+def test_cases_on_a_gpu(case, generator):
+    skip_without_it()
+    call = case.build("cuda", int(torch.randint(2**31, (1,), generator=generator)))
+    outcome = call.check(KERNEL)
+    refused = sm90.why_not(call.problem) is not None
+    assert outcome.status == ("refused" if refused else "ok"), outcome.detail
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("compiled")
+@pytest.mark.parametrize("coded", (True, False), ids=("W4A4", "W4A16"))
+def test_every_configuration(coded, generator):
+    """Sums of few bits: each element is the exact one; rows of no token keep their bytes."""
+    for e, m, k, cap in ((3, 96, 160, 20), (5, 544, 1376, 9), (2, 320, 1024, 300)):
+        for ragged in (False, True):
+            name = f"{e} {m} {k} {cap} {ragged}"
+            case = GroupCase(name, e, m, k, cap, ragged, coded, values="exact")
+            call = case.build("cuda", int(torch.randint(2**31, (1,), generator=generator)))
+            out = call.arguments["out"]
+            for config in shapes():
+                out.fill_(7)
+                sm90.run(config, out, *call.operands)
+                wrong = call.differs(0, out, call.expected[0])
+                assert wrong is None, f"{config} {name}: {wrong}"
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("compiled")
+def test_rows_do_not_depend_on_others_and_runs_are_equal(generator):
+    case = GroupCase("rows", 4, 512, 2048, 40, counts="full")
+    call = case.build("cuda", int(torch.randint(2**31, (1,), generator=generator)))
+    a_comp, e_meta, sfa, b_act, sfb, alphas, counts = call.operands
+    for config in shapes():
+        out, again = (torch.full((4, 40, 512), 7.0, dtype=torch.bfloat16).cuda() for _ in "ab")
+        sm90.run(config, out, a_comp, e_meta, sfa, b_act, sfb, alphas, counts)
+        for _ in range(3):
+            sm90.run(config, again, a_comp, e_meta, sfa, b_act, sfb, alphas, counts)
+            assert torch.equal(out, again), config
+        alone = torch.full((4, 40, 512), 7.0, dtype=torch.bfloat16).cuda()
+        spoilt = sfb.clone()
+        spoilt[:, 5:] = NAN_SCALE
+        sm90.run(config, alone, a_comp, e_meta, sfa, b_act, spoilt, alphas, counts)
+        assert torch.equal(out[:, :5], alone[:, :5]), config
+        assert alone[:, 5:].isnan().all(), config
