@@ -81,6 +81,7 @@ def test_threads_load_a_kernel_once(bound, monkeypatch):
         return types.SimpleNamespace(handle=len(loads))
 
     monkeypatch.setattr(jit, "load", load)
+    monkeypatch.setattr(launch, "_allowed", {})
     monkeypatch.setattr(driver, "cuKernelSetAttribute", lambda *what: (SUCCESS,))
     found = []
 
@@ -93,6 +94,41 @@ def test_threads_load_a_kernel_once(bound, monkeypatch):
     for thread in threads:
         thread.join()
     assert loads == ["name"] and found == [1] * 4
+
+
+def test_shared_memory_that_a_kernel_was_allowed_stays(bound, monkeypatch):
+    """Launches of one kernel may need different amounts, and each prepared one stays good."""
+    handles = {"few": 11, "many": 12}
+    limits = {}
+
+    def set_attribute(attribute, size, kernel, device):
+        assert attribute.name.endswith("MAX_DYNAMIC_SHARED_SIZE_BYTES")
+        if size > 200_000:
+            return (driver.CUresult.CUDA_ERROR_INVALID_VALUE,)
+        limits[int(kernel), int(device)] = size
+        return (SUCCESS,)
+
+    monkeypatch.setattr(
+        jit, "load", lambda source, name, arch: types.SimpleNamespace(handle=handles[name])
+    )
+    monkeypatch.setattr(launch, "_allowed", {})
+    monkeypatch.setattr(driver, "cuKernelSetAttribute", set_attribute)
+
+    @functools.lru_cache
+    def allowed(name, device, size):
+        assert int(launch.kernel_function.__wrapped__("x.cu", name, "sm_90a", device, size))
+
+    for name, device, size in (
+        *(("few", 0, 500), ("few", 0, 400), ("few", 0, 500), ("few", 1, 300), ("many", 0, 0)),
+        *(("few", 0, 600), ("few", 0, 450), ("few", 1, 100), ("many", 0, 100_000)),
+    ):
+        allowed(name, device, size)
+        assert limits[handles[name], device] >= size
+    assert limits == {(11, 0): 600, (11, 1): 300, (12, 0): 100_000}
+    for _ in "ab":  # a refusal is not taken for a grant the second time
+        with pytest.raises(RuntimeError, match="many: 232448 bytes"):
+            allowed("many", 0, 232_448)
+    assert limits[12, 0] == 100_000
 
 
 def test_a_full_dict_that_another_thread_changes_takes_the_entry_all_the_same():

@@ -20,6 +20,7 @@ from . import jit
 
 NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 _LOADING = threading.Lock()
+_allowed: dict[tuple[int, int], int] = {}  # shared memory, of kernels (never unloaded) by device
 
 
 def make_current(device: int) -> None:
@@ -107,16 +108,24 @@ class Launch:
 
 @functools.lru_cache(maxsize=1024)
 def kernel_function(source: str, name: str, arch: str, device: int, shared_bytes: int) -> Any:
-    """The compiled kernel, allowed `shared_bytes` of dynamic shared memory on `device`."""
+    """The compiled kernel, allowed at least `shared_bytes` of dynamic shared memory on `device`."""
     from cuda.bindings import driver
 
     make_current(device)
     with _LOADING:  # a kernel loaded twice is unloaded once, under the launches that hold it
         loaded = jit.load(source, name, arch)
-    function = driver.CUfunction(int(loaded.handle))
-    kernel = driver.CUkernel(int(function))
+        handle = int(loaded.handle)
+        _allow(driver, name, handle, device, shared_bytes)
+    return driver.CUfunction(handle)
+
+
+def _allow(driver: Any, name: str, handle: int, device: int, shared_bytes: int) -> None:
+    """Raise a kernel's limit; never lower it, for launches that were prepared before need theirs."""
+    if shared_bytes <= _allowed.get((handle, device), -1):
+        return
     attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-    (error,) = driver.cuKernelSetAttribute(attribute, shared_bytes, kernel, driver.CUdevice(device))
+    kernel, place = driver.CUkernel(handle), driver.CUdevice(device)
+    (error,) = driver.cuKernelSetAttribute(attribute, shared_bytes, kernel, place)
     if int(error) != 0:
         raise RuntimeError(f"{name}: {shared_bytes} bytes of shared memory refused: {error}")
-    return function
+    _allowed[handle, device] = shared_bytes
