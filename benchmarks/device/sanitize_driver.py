@@ -31,8 +31,10 @@ from farro.ops.fp8_quantize import FUNCTIONS
 from farro.ops.fp8_swiglu_quantize import sm90 as fp8_swiglu
 from farro.ops.int8_gemm import sm90, triton
 from farro.ops.int8_gemm.sm90 import Config
+from farro.ops.nvfp4_group_mm import sm90 as nvfp4
 from farro.problem import Problem
 from farro.testing import CASES, assert_bit_equal
+from farro.testing.nvfp4_group_mm import GroupCase
 
 NATIVE = (
     Config("large", 256, 128, 4),
@@ -59,6 +61,15 @@ SWIGLU = (
     fp8_swiglu.Config("large", 128, 4),
     fp8_swiglu.Config("small", 8, 4, 4),
     fp8_swiglu.Config("small", 64, 3),
+)
+NVFP4 = (
+    nvfp4.Config(4, 8, 2, 5),
+    nvfp4.Config(2, 16, 1, 4, ahead=False, ctas=2),
+    nvfp4.Config(1, 8, 4, 3, split=4),
+    nvfp4.Config(2, 32, 2, 3, split=2),
+    nvfp4.Config(4, 64, 1, 4),
+    nvfp4.Config(3, 128, 1, 4, ahead=False),
+    nvfp4.Config(2, 256, 1, 3),
 )
 DTYPES = (torch.bfloat16, torch.float32, torch.float16)
 
@@ -186,6 +197,25 @@ def native_fp8():
     return runs + fp8_swiglu_quantize(SWIGLU[0], 2000, 1296, 400, 1)
 
 
+def nvfp4_products():
+    """Tails of M, K and tokens, experts without tokens, more tiles than SMs."""
+    runs = 0
+    for turn, config in enumerate(NVFP4):
+        sizes = [(5, 352, 1376, 20 if config.expands else 300)]
+        if turn in (0, 6):
+            sizes.append((9, 2080, 288, 20 if config.expands else 520))
+        for e, m, k, cap in sizes:
+            case = GroupCase("product", e, m, k, cap, turn % 2 == 0, turn % 3 != 0, values="exact")
+            call = case.build("cuda", 7)
+            out = call.arguments["out"]
+            nvfp4.run(config, out, *call.operands)
+            torch.cuda.synchronize()
+            wrong = call.differs(0, out, call.expected[0])
+            assert wrong is None, f"{config}: {wrong}"
+            runs += 1
+    return runs
+
+
 def through_triton():
     runs = 0
     for m in (150, 8):
@@ -258,7 +288,7 @@ def main():
     if lacking:
         print(f"native kernels skipped: {lacking}")
     else:
-        print(f"{native() + native_fp8()} native launches right")
+        print(f"{native() + native_fp8() + nvfp4_products()} native launches right")
     lacking = not_installed("triton")
     print(f"Triton skipped: {lacking}" if lacking else f"{through_triton()} Triton launches right")
 

@@ -120,7 +120,7 @@ def kernel_function(source: str, name: str, arch: str, device: int, shared_bytes
 
 
 def _allow(driver: Any, name: str, handle: int, device: int, shared_bytes: int) -> None:
-    """Raise a kernel's limit; never lower it, for launches that were prepared before need theirs."""
+    """Raise a kernel's limit; never lower it, for launches prepared before need theirs."""
     if shared_bytes <= _allowed.get((handle, device), -1):
         return
     attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
