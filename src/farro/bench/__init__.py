@@ -21,6 +21,7 @@ OPERATORS = (
     "fp8_swiglu_quantize",
     "moe_route",
     "moe_finalize",
+    "moe_ffn",
     "nvfp4_quantize",
     "nvfp4_scatter",
     "nvfp4_group_mm",

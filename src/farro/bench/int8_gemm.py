@@ -110,7 +110,7 @@ def ceiling(device: torch.device) -> Subject | Missing:
     return Subject(name, "ceiling", lambda: torch._int_mm(a, b.T))
 
 
-def _ceiling_ops(device: torch.device) -> int:
+def ceiling_ops(device: torch.device) -> int:
     m, n, k = _CEILING if device.type == "cuda" else _CPU_CEILING
     return 2 * m * n * k
 
@@ -122,6 +122,6 @@ ADAPTER = Adapter(
     ROWS,
     group_sizes=(32, 64, 128, 256),
     ceiling=ceiling,
-    ceiling_ops=_ceiling_ops,
+    ceiling_ops=ceiling_ops,
     summary="INT8 product with scales grouped along K, activations already quantized",
 )

@@ -1,7 +1,8 @@
 """moe_ffn on a CPU: the routes sorted by expert, and each expert's rows through oneDNN's INT8.
 
 Both products are int8_gemm's and the quantizer is quantize_int8_groups', so the bits are theirs;
-silu comes from a table. An expert's rows are taken some at a time: gate and up stay small.
+silu comes from a table. Rows are taken some at a time, of one expert or of many: gate and up stay
+small, and what is done to rows of any expert is done to many of them.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ...formats.int8_group import group_count
 from ...problem import Problem
 from ..int8_gemm import cpu as gemm
 from ..int8_quantize import cpu as quantizer
@@ -23,7 +25,7 @@ _BLOCK_ELEMENTS = 1 << 18  # of FP32 sums: 1 MiB
 
 @dataclass(frozen=True)
 class Config:
-    """How many rows of an expert are computed at a time."""
+    """How many rows are computed at a time, sorted by expert."""
 
     rows: int
     policy: str
@@ -65,39 +67,46 @@ def run(
     routing.plan(None, topk_ids, offsets, dest, token, route, 0, None)
     bounds = offsets.tolist()
     y = torch.empty(routes, out.shape[1], dtype=torch.bfloat16, device="cpu")
-    for e, (first, last) in enumerate(itertools.pairwise(bounds)):
-        weights = (w_gate_up[e], scale_gate_up[e], w_down[e], scale_down[e])
-        for top in range(first, last, config.rows):
-            here = slice(top, min(top + config.rows, last))
-            rows = token[here].long()
-            taken = x.index_select(0, rows), scale_x.index_select(0, rows)
-            _expert(*taken, *weights, y[here], group_size, interleaved)
+    for top in range(0, bounds[-1], config.rows):
+        stop = min(top + config.rows, bounds[-1])
+        spans = [
+            (e, slice(max(first, top) - top, min(last, stop) - top))
+            for e, (first, last) in enumerate(itertools.pairwise(bounds))
+            if max(first, top) < min(last, stop)
+        ]
+        rows = token[top:stop].long()
+        taken = x.index_select(0, rows), scale_x.index_select(0, rows)
+        codes = _hidden(*taken, w_gate_up, scale_gate_up, spans, group_size, interleaved)
+        for e, here in spans:
+            given = (codes[0][here], w_down[e], codes[1][here], scale_down[e])
+            _product(*given, y[top:stop][here], group_size)
     combine(y, dest, topk_weights, out)
 
 
-def _expert(
+def _hidden(
     x: torch.Tensor,
     scale_x: torch.Tensor,
     w_gate_up: torch.Tensor,
     scale_gate_up: torch.Tensor,
-    w_down: torch.Tensor,
-    scale_down: torch.Tensor,
-    y: torch.Tensor,
+    spans: list[tuple[int, slice]],
     group_size: int,
     interleaved: bool,
-) -> None:
-    """Write one expert's BF16 rows."""
-    rows, i = x.shape[0], w_down.shape[0]
-    both = torch.empty(rows, 2 * i, dtype=torch.bfloat16, device="cpu")
-    _product(x, w_gate_up, scale_x, scale_gate_up, both, group_size)
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and scales of silu(gate) * up, of rows of which each span is an expert's."""
+    rows, both_i = x.shape[0], w_gate_up.shape[2]
+    both = torch.empty(rows, both_i, dtype=torch.bfloat16, device="cpu")
+    for e, here in spans:
+        given = (x[here], w_gate_up[e], scale_x[here], scale_gate_up[e])
+        _product(*given, both[here], group_size)
     gate, up = gate_and_up(both, interleaved)
     h = looked_up(gate).mul_(up)
-    codes = torch.empty(rows, i, dtype=torch.int8, device="cpu")
-    scale = torch.empty(rows, scale_down.shape[0], dtype=torch.float32, device="cpu")
-    if i:
-        step = max(1, _BLOCK_ELEMENTS // i)
+    codes = torch.empty(h.shape, dtype=torch.int8, device="cpu")
+    shape = (rows, group_count(h.shape[1], group_size))
+    scale = torch.empty(shape, dtype=torch.float32, device="cpu")
+    if h.numel():
+        step = max(1, _BLOCK_ELEMENTS // h.shape[1])
         quantizer.run(quantizer.Config(step), h, codes, scale, group_size)
-    _product(codes, w_down, scale, scale_down, y, group_size)
+    return codes, scale
 
 
 def _product(
