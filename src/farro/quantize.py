@@ -14,11 +14,22 @@ from torch.nn.utils import parametrize
 
 from .checks import check_backend
 from .formats.int8_group import GROUP_SIZES
-from .nn import DTYPES, Int8Linear, NVFP4Linear, QuantizedLinear, SparseNVFP4Linear
+from .nn import (
+    DTYPES,
+    FP8BlockLinear,
+    FP8Linear,
+    Int8Linear,
+    NVFP4Linear,
+    QuantizedLinear,
+    SparseNVFP4Linear,
+)
 
 # scheme -> module made from (weight [N, K], bias, backend=...); one line a scheme
 SCHEMES: Mapping[str, Callable[..., QuantizedLinear]] = {
     **{f"int8-g{size}": partial(Int8Linear.from_weight, group_size=size) for size in GROUP_SIZES},
+    "fp8-tensor": FP8Linear.from_weight,
+    "fp8-row": partial(FP8Linear.from_weight, scaling="row"),
+    "fp8-block128": FP8BlockLinear.from_weight,
     "nvfp4-48": SparseNVFP4Linear.from_weight,
     "nvfp4-48-a16": partial(SparseNVFP4Linear.from_weight, quantize_input=False),
     "nvfp4-g16": partial(NVFP4Linear.from_weight, group_size=16),
@@ -151,9 +162,10 @@ def quantize_(
     Args:
         model: any module. transformers' Conv1D (weight [K, N]) is swapped too.
         scheme: int8-g32, int8-g64, int8-g128, int8-g256 (`farro.nn.Int8Linear` with that group
-            size); nvfp4-48, nvfp4-48-a16 (`farro.nn.SparseNVFP4Linear`: half of the weight's pairs
-            pruned, inputs in NVFP4 or BF16); nvfp4-g16, nvfp4-g32 (`farro.nn.NVFP4Linear`: dense,
-            emulated).
+            size); fp8-tensor, fp8-row (`farro.nn.FP8Linear`: one scale for the weight, and one for
+            the input or for each of its rows), fp8-block128 (`farro.nn.FP8BlockLinear`); nvfp4-48,
+            nvfp4-48-a16 (`farro.nn.SparseNVFP4Linear`: half of the weight's pairs pruned, inputs in
+            NVFP4 or BF16); nvfp4-g16, nvfp4-g32 (`farro.nn.NVFP4Linear`: dense, emulated).
         skip: fnmatch patterns; a layer is left as it is where one matches its dotted name or the
             last part of it.
         backend: what the new modules ask of farro's operators.

@@ -100,6 +100,38 @@ def quantize_in_float64(x, group_size):
     return (np.rint(groups / scale) * scale).reshape(x.shape)[..., :k]
 
 
+def fp8_in_float64(x, dims):
+    """E4M3 and back by rounding to steps, with a scale for all of x or for each of its rows."""
+    x = x.double().numpy()
+    scale = np.maximum(np.abs(x).max(axis=dims, keepdims=True) / 448, 1e-12)
+    y = x / scale
+    exponent = np.maximum(np.floor(np.log2(np.maximum(np.abs(y), 1e-30))), -6)
+    step = 2.0 ** (exponent - 3)
+    return np.clip(np.rint(y / step) * step, -448, 448) * scale
+
+
+@pytest.mark.parametrize("scheme", ("fp8-tensor", "fp8-row", "fp8-block128"))
+def test_fp8_rows_are_those_of_float64(tiny_folder, text_file, model, scheme):
+    """No layer of this model is larger than a block of 128, so a block is a row, or a weight."""
+    found = evaluate(Settings(tiny_folder, text_file, (scheme,), **{**SMALL, "windows": 1}))
+    row = rows(found)[scheme]
+    name = "model.layers.1.mlp.down_proj"
+    weight = model.get_submodule(name).weight.detach()
+    want = decibels(weight, fp8_in_float64(weight, None))
+    assert row.weights.layers[name] == pytest.approx(want, abs=0.05)
+    seen = []
+    hook = model.get_submodule(name).register_forward_pre_hook(lambda m, x: seen.append(x[0]))
+    with torch.no_grad():
+        model(found.windows.ids)
+    hook.remove()
+    of_x = None if scheme == "fp8-tensor" else -1
+    want = decibels(seen[0], fp8_in_float64(seen[0], of_x))
+    assert row.inputs.layers[name] == pytest.approx(want, abs=0.05)
+    assert 1e-5 < row.kl < 0.5
+    loaded = rows(found)[LOADED]
+    assert loaded.layer_bytes / 4 < row.layer_bytes < loaded.layer_bytes / 4 * 1.01
+
+
 def decibels(x, q):
     x = x.double().numpy()
     return 10 * math.log10((x**2).sum() / ((x - q) ** 2).sum())
@@ -324,6 +356,7 @@ def test_command_prints_tables_and_writes_json_and_png(tiny_folder, text_file, t
         assert said in " ".join(done.stdout.split())
     data = json.loads((tmp_path / "out" / "eval.json").read_text())
     schemes = ["int8-g32", "int8-g64", "int8-g128", "int8-g256"]
+    schemes += ["fp8-tensor", "fp8-row", "fp8-block128"]
     assert [row["model"] for row in data["rows"]] == [LOADED, "float32", *schemes]
     for row in data["rows"]:
         assert row["perplexity"] > 1

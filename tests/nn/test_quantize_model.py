@@ -53,6 +53,13 @@ def reasons(report):
     return {layer.name: layer.reason for layer in report.skipped}
 
 
+FP8_FORMS = {
+    "fp8-tensor": "scaling 'tensor'",
+    "fp8-row": "scaling 'row'",
+    "fp8-block128": "blocks of 128",
+}
+
+
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_swaps_every_linear_but_the_head(scheme):
     model = Model()
@@ -65,7 +72,10 @@ def test_swaps_every_linear_but_the_head(scheme):
         linear = want.get_submodule(name)
         by_hand = SCHEMES[scheme](linear.weight, linear.bias)
         assert type(module) is type(by_hand) and module.form == by_hand.form
-        assert scheme.endswith(f"-{module.form.replace('group_size ', 'g')}") or "48" in scheme
+        if scheme in FP8_FORMS:
+            assert module.form == FP8_FORMS[scheme]
+        else:
+            assert scheme.endswith(f"-{module.form.replace('group_size ', 'g')}") or "48" in scheme
         for key, value in by_hand.state_dict().items():
             assert torch.equal(module.state_dict()[key], value)
         setattr(want.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], by_hand)
@@ -84,6 +94,26 @@ def test_bytes_are_counted_from_the_formula():
     assert report.model_bytes_before == before
     assert report.model_bytes_after == before - report.bytes_before + report.bytes_after
     assert report.swapped[0].shape == (128, 64)
+
+
+@pytest.mark.parametrize("scheme, scales", [("fp8-tensor", 4), ("fp8-row", 4), ("fp8-block128", 4)])
+def test_bytes_of_fp8(scheme, scales):
+    """One byte a weight; a block of 128 holds all of each of these layers."""
+    report = farro.quantize_(Model(), scheme)
+    assert report.bytes_after == 4 * 64 * 128 + 4 * scales + 2 * 64 * 4
+    assert "fp8" in str(report)
+
+
+def test_fp8_linears_with_one_weight_share_codes():
+    for scheme in FP8_FORMS:
+        model = nn.ModuleDict({"a": nn.Linear(300, 8), "b": nn.Linear(300, 8)})
+        model["b"].weight = model["a"].weight
+        report = farro.quantize_(model, scheme)
+        assert model["a"].weight is model["b"].weight
+        scales = 3 if scheme == "fp8-block128" else 1
+        assert report.bytes_after == 300 * 8 + 4 * scales + 2 * 4 * 8
+        again = farro.quantize_(model, "int8-g32")
+        assert FP8_FORMS[scheme] in reasons(again)["a"] and "Linear already" in reasons(again)["a"]
 
 
 def test_report_reads_and_serializes():

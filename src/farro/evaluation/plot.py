@@ -10,7 +10,7 @@ from .metrics import NoiseSummary
 from .run import LOADED, Evaluation, Row
 
 # dark to bright in the order of the rows, and told apart in grey print too
-_COLORS = ("#1d3557", "#2a788e", "#4fac7d", "#e9a23b", "#d1495b", "#8d5a97")
+_COLORS = ("#1d3557", "#2a788e", "#4fac7d", "#b5c334", "#e9a23b", "#d1495b", "#8d5a97")
 _INK, _FAINT = "#222222", "#8a8a8a"
 
 
