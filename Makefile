@@ -22,7 +22,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 
 demo: $(READY)
 	@echo "Evaluating a language model: three to five minutes on two CPU cores"
-	$(RUN) -m farro eval
+	$(RUN) -m farro eval --windows 16
 
 test: $(READY) lint
 	$(RUN) -m pytest $(WORKERS)

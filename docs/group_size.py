@@ -14,6 +14,12 @@ from pathlib import Path
 from typing import Any
 
 GROUP_SIZES = (32, 64, 128, 256)
+# schemes of quantize_ that are measured beside, and what the table calls them
+FP8 = {
+    "fp8-tensor": "FP8, one scale",
+    "fp8-row": "FP8, a scale for each row",
+    "fp8-block128": "FP8, blocks of 128",
+}
 SHAPES = ((4096, 4096), (7168, 16384))  # (N, K); docs/performance.md has all that were measured
 COLORS = ("#d1495b", "#e9a23b", "#4fac7d", "#1d3557")  # of G 32, 64, 128, 256
 INK, FAINT = "#222222", "#8a8a8a"
@@ -60,7 +66,7 @@ def _accuracy_row(row: dict[str, Any], dtype: str) -> list[str]:
         cells += ["", ""] if noise is None else [_number(noise[k], 1) for k in ("median", "worst")]
     name = f"loaded, {dtype}" if row["model"] == "loaded" else row["model"]
     return [
-        name if group is None else f"INT8, G {group}",
+        FP8.get(name, name) if group is None else f"INT8, G {group}",
         _number(row["perplexity"], 3),
         "" if row["model"] == "loaded" else _number(row["kl_nats_per_token"], 5),
         *cells,

@@ -32,7 +32,7 @@ def evaluated(tiny_folder, text_file):  # noqa: F811
     from farro.evaluation.run import Settings, evaluate
 
     small = {"windows": 2, "window_tokens": 32, "device": "cpu", "new_tokens": 2}
-    schemes = ("float32", "int8-g32", "int8-g256")
+    schemes = ("float32", "int8-g32", "int8-g256", "fp8-row")
     settings = Settings(tiny_folder, text_file, schemes, dtype="bfloat16", **small)
     return as_dict(evaluate(settings), ["farro", "eval"])
 
@@ -68,7 +68,12 @@ def test_accuracy_tells_each_model(page, device, evaluated):
     assert "2 windows of 32 tokens of words.txt" in text and "`farro eval`" in text
     rows = cells(text)
     by_model = {row["model"]: row for row in evaluated["rows"]}
-    for name, model in (("INT8, G 32", "int8-g32"), ("INT8, G 256", "int8-g256")):
+    names = {
+        "INT8, G 32": "int8-g32",
+        "INT8, G 256": "int8-g256",
+        "FP8, a scale for each row": "fp8-row",
+    }
+    for name, model in names.items():
         row, cell = by_model[model], rows[name]
         assert cell[0] == f"{row['perplexity']:.3f}"
         assert float(cell[1]) == pytest.approx(row["kl_nats_per_token"], abs=6e-6)

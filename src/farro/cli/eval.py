@@ -30,9 +30,9 @@ def eval_command(
     schemes: Annotated[
         str | None,
         typer.Option(
-            help="Comma separated: int8-g32, int8-g64, int8-g128, int8-g256, nvfp4-48, "
-            "nvfp4-48-a16, nvfp4-g16, nvfp4-g32, and dtypes to cast to "
-            "[default: float32 as a yardstick where it is small, and all but nvfp4]"
+            help="Comma separated: int8-g32, int8-g64, int8-g128, int8-g256, fp8-tensor, "
+            "fp8-row, fp8-block128, nvfp4-48, nvfp4-48-a16, nvfp4-g16, nvfp4-g32, and dtypes to "
+            "cast to [default: float32 as a yardstick where it is small, and all but nvfp4]"
         ),
     ] = None,
     windows: Annotated[int, typer.Option(min=1, help="How many windows of text")] = 32,
