@@ -1,5 +1,5 @@
 """Write docs/performance.md (with plots), docs/support.md, and the generated parts of README.md,
-docs/group-size.md and docs/qsnr.md.
+docs/group-size.md, docs/nvfp4-accuracy.md and docs/qsnr.md.
 
     python docs/generate.py            write them
     python docs/generate.py --check    exit 1 where a committed file differs from that
@@ -357,6 +357,12 @@ def between(text: str, name: str, content: str) -> str:
     return pattern.sub(lambda match: f"{match[1]}{content}{match[2]}", text)
 
 
+def nvfp4_accuracy() -> str:
+    """Of `farro eval` into the folder nvfp4 of a device's results."""
+    found = group_size.evaluations([device / "nvfp4" for device in devices()])
+    return group_size.accuracy_tables(found) or "Not measured yet.\n"
+
+
 def texts() -> dict[Path, str]:
     """What each generated file must hold."""
     readme = (ROOT / "README.md").read_text()
@@ -367,6 +373,8 @@ def texts() -> dict[Path, str]:
     groups = between(groups, "accuracy", group_size.accuracy(devices()))
     groups = between(groups, "speed", group_size.speed(devices()))
     groups = between(groups, "plot", group_size.plot(devices(), GROUP_PLOT))
+    sparse = (docs / "nvfp4-accuracy.md").read_text()
+    sparse = between(sparse, "accuracy", nvfp4_accuracy())
     noise = (docs / "qsnr.md").read_text()
     noise = between(noise, "tables", noise_study.tables(devices()))
     noise = between(noise, "plot", noise_study.plot(devices(), NOISE_PLOT))
@@ -375,6 +383,7 @@ def texts() -> dict[Path, str]:
         docs / "performance.md": performance().rstrip("\n") + "\n",
         docs / "support.md": support().rstrip("\n") + "\n",
         docs / "group-size.md": groups,
+        docs / "nvfp4-accuracy.md": sparse,
         ROOT / "README.md": readme,
     }
 

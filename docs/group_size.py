@@ -60,10 +60,15 @@ def _number(value: float | None, digits: int) -> str:
     return "not finite" if value is None else f"{value:.{digits}f}"
 
 
+def _decibels(value: float | None) -> str:
+    """JSON has no infinity: nothing was lost."""
+    return "exact" if value is None else f"{value:.1f}"
+
+
 def _accuracy_row(row: dict[str, Any], dtype: str) -> list[str]:
     group, cells = _group(row), []
     for noise in (row["weight_sqnr_db"], row["input_sqnr_db"]):
-        cells += ["", ""] if noise is None else [_number(noise[k], 1) for k in ("median", "worst")]
+        cells += ["", ""] if noise is None else [_decibels(noise[k]) for k in ("median", "worst")]
     name = f"loaded, {dtype}" if row["model"] == "loaded" else row["model"]
     return [
         FP8.get(name, name) if group is None else f"INT8, G {group}",
@@ -78,10 +83,15 @@ def _accuracy_row(row: dict[str, Any], dtype: str) -> list[str]:
 
 def accuracy(devices: Sequence[Path]) -> str:
     """A table for each evaluation."""
+    tables = accuracy_tables(evaluations(devices))
+    return tables or "Not measured yet: no `benchmarks/results/<device>/eval.json`.\n"
+
+
+def accuracy_tables(results: Sequence[dict[str, Any]]) -> str:
     head = ["model", "perplexity", "KL, nats a token", "weights, median dB", "worst"]
     head += ["inputs, median dB", "worst", "swapped layers, MB", "model, MB", "ms a forward"]
     parts = []
-    for result in evaluations(devices):
+    for result in results:
         model, text = result["model"], result["text"]
         rows = [_accuracy_row(row, model["loaded_dtype"]) for row in result["rows"]]
         parts += [
@@ -90,7 +100,7 @@ def accuracy(devices: Sequence[Path]) -> str:
             f"tokens of {text['name']}. {about(result)}\n",
             _markdown(head, rows),
         ]
-    return "\n".join(parts) or "Not measured yet: no `benchmarks/results/<device>/eval.json`.\n"
+    return "\n".join(parts)
 
 
 # --- speed ---------------------------------------------------------------------------------------

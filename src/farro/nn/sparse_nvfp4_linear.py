@@ -19,7 +19,8 @@ class SparseNVFP4Linear(QuantizedLinear, ExactFloats):
 
     The weight is pruned to paired 4:8, quantized and compressed once: 0.344 bytes a weight. The
     input is rounded to BF16 and quantized to NVFP4 on every call (W4A4), or stays BF16 (W4A16).
-    Pruning a weight that was not trained for it costs much accuracy. Inference only.
+    Pruning a weight that was not trained for it can destroy a model: docs/nvfp4-accuracy.md has
+    what was measured. Inference only.
 
     Args:
         in_features: K, a multiple of 32.
