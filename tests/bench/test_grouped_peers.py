@@ -135,7 +135,7 @@ def test_humming_gets_offsets_and_keeps_its_layer(experts, monkeypatch, kind):
         def transform(self):
             pass
 
-        def forward(self, x, input_scale, expert_layout, compute_config):
+        def forward(self, x, input_scale, expert_layout, compute_config, tuning_config=None):
             assert compute_config == {"gemm_type": "grouped_contiguous"}
             assert expert_layout.tolist() == [0, 3, 3, 21, 22]
             assert (input_scale == "scale") == (kind != "NVFP4 W4A16")
@@ -150,6 +150,34 @@ def test_humming_gets_offsets_and_keeps_its_layer(experts, monkeypatch, kind):
     for _ in range(2):
         assert error(grouped_peers._humming(kind, experts), experts) < 5e-3
     assert made == [grouped_peers._HUMMING[kind][0]["dtype"]]
+
+
+def test_humming_is_tuned_for_grouped_products(experts, monkeypatch):
+    asked = {}
+
+    def tuned(name, layer, call, device, compute):
+        asked.update(name=name, layer=layer, compute=compute)
+        assert torch.equal(call(tuning_config="best"), call()), "a call takes a configuration"
+        return "best"
+
+    def layer(x, input_scale, expert_layout, compute_config, tuning_config="default"):
+        return torch._grouped_mm(x, experts.weight().mT, offs=expert_layout[1:].int())
+
+    monkeypatch.setattr(grouped_peers, "tuned", tuned)
+    monkeypatch.setattr(grouped_peers, "_humming_layer", lambda kind, weight: layer)
+    monkeypatch.setattr(grouped_peers.importlib.util, "find_spec", lambda name: object())
+    install(monkeypatch, {"humming": {}, "humming.forward": {"may_quant_input": None}})
+    make = grouped_peers._humming
+    default = grouped_peers._subject(
+        "Humming NVFP4 W4A16", lambda given: make("NVFP4 W4A16", given), experts
+    )
+    best = grouped_peers._tuned(default, experts)
+    assert asked == {"name": best.name, "layer": layer, "compute": grouped_peers._GROUPED}
+    assert best.name == "Humming NVFP4 W4A16 tuned" and best.config == "best"
+    assert best.call.keywords["tuning_config"] == "best"
+    assert error((best.call, best.value), experts) < 5e-3
+    monkeypatch.setattr(grouped_peers, "tuned", lambda name, *more: Missing(name, "none"))
+    assert grouped_peers._tuned(default, experts) == Missing(best.name, "none")
 
 
 def test_peers_are_named_where_they_are_missing_and_by_what_was_asked(experts, monkeypatch):

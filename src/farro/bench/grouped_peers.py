@@ -7,6 +7,7 @@ got.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib.util
 from collections.abc import Callable, Hashable, Iterator
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 
 from .case import Missing, Options, Subject
+from .humming import tuned
 from .kept import kept
 from .peers import wanted
 
@@ -31,6 +33,7 @@ _HUMMING: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
         {"dtype": "float8e4m3"},
     ),
 }
+_GROUPED = {"gemm_type": "grouped_contiguous"}
 _MANY = 64  # tokens an expert from which the layout for prefill is timed too
 
 
@@ -90,8 +93,23 @@ def grouped(experts: Experts, options: Options) -> Iterator[Subject | Missing]:
         for kind in _HUMMING:
             named.append(("humming", f"Humming {kind}", functools.partial(_humming, kind)))
     for peer, name, make in named:
-        if wanted(options, peer):
-            yield _subject(name, make, experts)
+        if not wanted(options, peer):
+            continue
+        found = _subject(name, make, experts)
+        yield found
+        if peer == "humming" and "tuned" in options.peers and isinstance(found, Subject):
+            yield _tuned(found, experts)
+
+
+def _tuned(default: Subject, experts: Experts) -> Subject | Missing:
+    """Humming with the best of a few configurations."""
+    name, call = f"{default.name} tuned", default.call
+    assert isinstance(call, functools.partial)
+    best = tuned(name, call.func, call, experts.x.device, _GROUPED)
+    if isinstance(best, Missing):
+        return best
+    call = functools.partial(call, tuning_config=best)
+    return dataclasses.replace(default, name=name, call=call, config=best)
 
 
 def _subject(name: str, make: Callable[[Experts], Made], experts: Experts) -> Subject | Missing:
@@ -199,11 +217,9 @@ def _humming(kind: str, experts: Experts) -> Made:
     if _HUMMING[kind][1]:
         x, scale = may_quant_input(layer.humming_config, x)
     offsets = torch.cat((ends.new_zeros(1), ends)).long()
-    how = {"gemm_type": "grouped_contiguous"}
-
-    def call() -> Any:
-        return layer(x, input_scale=scale, expert_layout=offsets, compute_config=how)
-
+    call = functools.partial(
+        layer, x, input_scale=scale, expert_layout=offsets, compute_config=dict(_GROUPED)
+    )
     return call, lambda result: result
 
 

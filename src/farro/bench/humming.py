@@ -58,7 +58,8 @@ def humming(operands: Given) -> Iterator[Subject | Missing]:
     yield Subject(name, "peer", lambda: layer(codes, input_scale=scale), truth=truth)
     if "tuned" not in operands.options.peers:
         return
-    best = _tuned(layer, codes, scale, operands)
+    call = functools.partial(layer, codes, input_scale=scale)
+    best = tuned(f"{name} tuned", layer, call, codes.device)
     if isinstance(best, Missing):
         yield best
         return
@@ -101,38 +102,51 @@ def _layer(operands: Given) -> tuple[Any, torch.Tensor]:
     return found
 
 
-def _tuned(layer: Any, codes: torch.Tensor, scale: torch.Tensor, operands: Given) -> str | Missing:
-    """The fastest candidate for this M, as the JSON text that Humming takes."""
-    name = f"Humming {operands.form.label} tuned"
+def tuned(
+    name: str,
+    layer: Any,
+    call: Callable[..., Any],
+    device: torch.device,
+    compute: dict[str, str] | None = None,
+) -> str | Missing:
+    """The fastest candidate for these operands, as the JSON text that Humming takes.
+
+    `call(tuning_config=text)` runs the layer; `compute` is what the call gives as compute_config.
+    """
     config = layer.humming_config.to_str()
-    if config not in _CANDIDATES:
+    key = config, str(compute)
+    if key not in _CANDIDATES:
         _CANDIDATES.clear()
         try:
-            _CANDIDATES[config] = _compiled(layer, config, codes.device)
+            _CANDIDATES[key] = _compiled(layer, config, device, compute)
         except Exception as error:
             return Missing(name, f"{type(error).__name__}: {error}"[:200])
-    default = layer(codes, input_scale=scale)
+    default = call()
     calls: dict[Any, Callable[[], Any]] = {}
-    for text in _CANDIDATES[config]:
-        call = functools.partial(layer, codes, input_scale=scale, tuning_config=text)
+    for text in _CANDIDATES[key]:
+        candidate = functools.partial(call, tuning_config=text)
         try:
-            close = torch.allclose(call().float(), default.float(), rtol=2e-2, atol=1e-2)
+            close = torch.allclose(candidate().float(), default.float(), rtol=2e-2, atol=1e-2)
         except Exception as error:
             if "CUDA error" in str(error):
                 raise
             continue
         if close:
-            calls[text] = call
-    best, failed = fastest(calls, codes.device)
+            calls[text] = candidate
+    best, failed = fastest(calls, device)
     return Missing(name, f"no candidate runs: {failed}") if best is None else str(best)
 
 
-def _compiled(layer: Any, config: str, device: torch.device) -> list[str]:
+def _compiled(
+    layer: Any, config: str, device: torch.device, compute: dict[str, str] | None
+) -> list[str]:
     """Candidate configurations that compile for this layer."""
     from humming.kernel.humming import HummingKernel
     from humming.tune import get_heuristics_config
 
-    picked = [entry[2] for entry in get_heuristics_config(layer.humming_config, device=device)]
+    kind = compute or {}  # of products, where they are grouped
+    entries = get_heuristics_config(layer.humming_config, device=device, **kind)
+    picked = [entry[2] for entry in entries]
     texts: dict[str, None] = {}
     for base in (*picked, *(near for one in picked for near in _neighbours(one))):
         texts.setdefault(json.dumps(base, default=lambda value: value.value))
@@ -141,7 +155,7 @@ def _compiled(layer: Any, config: str, device: torch.device) -> list[str]:
     def build(text: str) -> str | None:
         try:
             with torch.cuda.device(device):
-                HummingKernel.prepare_kernels(config, None, text, device)
+                HummingKernel.prepare_kernels(config, compute, text, device)
         except Exception:
             return None
         return text
