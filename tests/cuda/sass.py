@@ -67,4 +67,4 @@ def flushes(lines: list[str]) -> bool:
 
 def some_held(lines: list[str]) -> bool:
     """Whether some sums are held while others are read."""
-    return any("WARPGROUP.DEPBAR.LE gsb0, 0x1" in line for line in lines)
+    return any(re.search(r"WARPGROUP.DEPBAR.LE gsb0, 0x[1-9]", line) for line in lines)

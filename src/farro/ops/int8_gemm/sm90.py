@@ -159,6 +159,8 @@ def candidates(problem: Problem) -> list[Config]:
         fits = m > c.rows // 2 or c.rows == min(_ROWS["small"])
         if c.cluster > 1:  # two tiles hold all tokens; rings of others are seen without a cluster
             fits = c.rows < m <= 2 * c.rows and c.stages in (8, 12)
+        if c.ahead:  # what holds more stages is for deep rings
+            fits = fits and c.stages > 3
         if c.consumers > 2:  # many warps hide long promotions
             fits = fits and group_of(problem) <= 64 and c.stages in (4, 8, 12)
         return m <= 512 and fits and c.rows * 4 >= min(m, 128)
@@ -197,8 +199,12 @@ def is_legal(config: Config, group_size: int, m: int = 1) -> bool:
         or m > _LARGEST_GRID_Y * c.rows
     ):
         return False  # the swizzle's atoms have eight rows
-    # registers a thread: sums of all groups of a unit (two units ahead), and totals
-    sums = (units * max(_DEPTH // group_size, 1) + 1) * c.rows // c.consumers // 2
+    # registers a thread: the sums of the groups in flight, the totals, and ahead the scales of the
+    # tokens of a unit
+    tokens, groups = c.rows // c.consumers, max(_DEPTH // group_size, 1)
+    sums = (max(groups, units) + 1) * tokens // 2
+    if c.ahead and groups > 1:
+        sums += groups * tokens // 4
     return sums <= _SUMS[c.consumers]
 
 
@@ -234,8 +240,8 @@ def _in_one_round(config: Config, group_size: int, m: int, n: int, count: int) -
 
     The deepest ring is the fastest only where no CTA waits for another to end.
     """
-    units = (2 if config.ahead else 1) * max(_DEPTH // group_size, 1)
-    registers = 40 + (units + 1) * config.rows // config.consumers // 2
+    sets = max(_DEPTH // group_size, 2 if config.ahead else 1)
+    registers = 40 + (sets + 1) * config.rows // config.consumers // 2
     by_registers = 65536 // (32 * config.warps * registers)
     by_memory = _SHARED_OF_SM // (shared_bytes(config, group_size) + 1024)
     return _tiles(m, n, config.rows, config.columns) <= count * min(by_memory, by_registers)

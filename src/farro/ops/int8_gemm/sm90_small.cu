@@ -3,8 +3,9 @@
 //
 // A CTA owns 64 weight rows and TOKENS tokens. One warp streams 128-byte-wide boxes of both by TMA,
 // another the group scales by cp.async, into one ring; WARPGROUPS warpgroups share the tokens. With
-// AHEAD, each multiplies a unit of K (max(G, 128)) while it promotes the sums of the unit before;
-// without, several CTAs of a multiprocessor do that for each other. docs/int8-sm90.md draws it.
+// AHEAD, each multiplies the next groups while it promotes the sums of one; without, a unit of K
+// (max(G, 128)) is multiplied and then promoted, and several CTAs of a multiprocessor do the one
+// beside the other. docs/int8-sm90.md draws it.
 #include "output.cuh"
 #include "wgmma.cuh"
 
@@ -44,33 +45,25 @@ struct Layout {
   static_assert(TOKENS * pitch <= scales, "results are staged where the operands were");
 };
 
-// Add a unit's groups, in order, to this thread's totals. Groups past the end add +0, which changes no
-// total: none is -0, for all are multiples of the smallest subnormal.
-template <class L, int TOKENS>
-__device__ __forceinline__ void promote(float (&total)[TOKENS / 2],
-                                        const int (&partial)[L::unit_groups][TOKENS / 2],
-                                        const float* of_rows, const float* of_tokens) {
-  constexpr int kGroups = L::unit_groups;
-  float low[kGroups], high[kGroups];
+// A unit's scales of this thread's tokens, a pair of tokens for each 8 of the warpgroup's.
+template <int GROUPS, int TOKENS>
+__device__ __forceinline__ void read_token_scales(float (&to)[GROUPS][TOKENS / 4],
+                                                  const float* of_tokens) {
 #pragma unroll
-  for (int g = 0; g < kGroups; ++g) low[g] = of_rows[g * kRows], high[g] = of_rows[g * kRows + 8];
+  for (int i = 0; i < TOKENS / 4; ++i)
 #pragma unroll
-  for (int j = 0; j < TOKENS / 8; ++j) {
-    float even[kGroups], odd[kGroups];
+    for (int g = 0; g < GROUPS; ++g) to[g][i] = of_tokens[(i / 2 * 8 + i % 2) * GROUPS + g];
+}
+
+// Add a group's sums to this thread's totals. A group past the end adds +0, which changes no total:
+// none is -0, for all are multiples of the smallest subnormal.
+template <int TOKENS>
+__device__ __forceinline__ void promote(float (&total)[TOKENS / 2], const int (&exact)[TOKENS / 2],
+                                        float low, float high, const float (&token)[TOKENS / 4]) {
 #pragma unroll
-    for (int g = 0; g < kGroups; ++g) {
-      even[g] = of_tokens[8 * j * kGroups + g];
-      odd[g] = of_tokens[(8 * j + 1) * kGroups + g];
-    }
-    float* sum = total + 4 * j;
-#pragma unroll
-    for (int g = 0; g < kGroups; ++g) {
-      const int* exact = partial[g] + 4 * j;
-      sum[0] = __fmaf_rn(__int2float_rn(exact[0]), __fmul_rn(even[g], low[g]), sum[0]);
-      sum[1] = __fmaf_rn(__int2float_rn(exact[1]), __fmul_rn(odd[g], low[g]), sum[1]);
-      sum[2] = __fmaf_rn(__int2float_rn(exact[2]), __fmul_rn(even[g], high[g]), sum[2]);
-      sum[3] = __fmaf_rn(__int2float_rn(exact[3]), __fmul_rn(odd[g], high[g]), sum[3]);
-    }
+  for (int i = 0; i < TOKENS / 2; ++i) {
+    const float scale = __fmul_rn(token[i / 4 * 2 + i % 2], i / 2 % 2 ? high : low);
+    total[i] = __fmaf_rn(__int2float_rn(exact[i]), scale, total[i]);
   }
 }
 
@@ -123,6 +116,8 @@ __global__ void __launch_bounds__(128 * WARPGROUPS + 64)
   using L = Layout<Out, GROUP, TOKENS, STAGES>;
   constexpr int kSteps = GROUP >= kDepth ? kDepth / 32 : GROUP / 32;  // wgmma of a group and stage
   constexpr int kTokens = TOKENS / WARPGROUPS;                        // of one warpgroup
+  // Groups whose sums are held: those of a unit, or two units of one group
+  constexpr int kSets = AHEAD && L::unit_groups == 1 ? 2 : L::unit_groups;
   static_assert(STAGES > (AHEAD ? 2 : 1) * L::unit_blocks, "units in use, and a stage to fill");
   static_assert(kTokens % 8 == 0, "whole swizzle atoms");
 
@@ -200,33 +195,39 @@ __global__ void __launch_bounds__(128 * WARPGROUPS + 64)
     for (int i = 0; i < kTokens / 2; ++i) total[i] = 0.0f;
     Ring<STAGES> ring(0), done(0);
 
-    using Sums = int[L::unit_groups][kTokens / 2];
-    auto multiply = [&](Sums& partial) {
+    using Sums = int[kTokens / 2];
+    // Group g of the unit at `ring`: its first waits for the unit's stages, its last moves on
+    auto multiply = [&](Sums& sums, int g) {
+      Ring<STAGES> at = ring;
       wgmma_fence();
 #pragma unroll
       for (int block = 0; block < L::unit_blocks; ++block) {
-        mbarrier_wait(base + L::full + 8 * ring.stage, ring.parity);
-        const u64 a = wgmma_descriptor(base + L::weights + ring.stage * L::weight_bytes);
-        const u64 b = wgmma_descriptor(base + L::tokens + ring.stage * L::token_bytes +
+        if (g == 0) mbarrier_wait(base + L::full + 8 * at.stage, at.parity);
+        const u64 a = wgmma_descriptor(base + L::weights + at.stage * L::weight_bytes);
+        const u64 b = wgmma_descriptor(base + L::tokens + at.stage * L::token_bytes +
                                        own_token * kDepth);
 #pragma unroll
-        for (int g = 0; g < L::unit_groups; ++g)
-#pragma unroll
-          for (int k = 0; k < kSteps; ++k)
-            WgmmaInt8<kTokens>::run(partial[g], a + 2 * (g * kSteps + k), b + 2 * (g * kSteps + k),
-                                    block + k > 0);
-        ring.next();
+        for (int k = 0; k < kSteps; ++k)
+          WgmmaInt8<kTokens>::run(sums, a + 2 * (g * kSteps + k), b + 2 * (g * kSteps + k),
+                                  block + k > 0);
+        at.next();
       }
       wgmma_commit();
+      if (g == L::unit_groups - 1) ring = at;
     };
-    auto finish = [&](Sums& partial) {
-#pragma unroll
-      for (int g = 0; g < L::unit_groups; ++g) wgmma_hold(partial[g]);
+    float of_token[L::unit_groups][kTokens / 4];
+    // The same of the unit at `done`: its first reads scales, its last gives the stages back
+    auto finish = [&](Sums& sums, int g) {
+      wgmma_hold(sums);
       const float* scales = reinterpret_cast<const float*>(shared + L::scales) +
                             done.stage * L::scale_floats;
-      const float* of_tokens =
-          scales + L::unit_groups * (kRows + own_token + 2 * (lane % 4));
-      promote<L, kTokens>(total, partial, scales + row, of_tokens);
+      if (g == 0)
+        read_token_scales<L::unit_groups, kTokens>(
+            of_token, scales + L::unit_groups * (kRows + own_token + 2 * (lane % 4)));
+      const float* of_rows = scales + g * kRows + row;
+      promote<kTokens>(total, sums, of_rows[0], of_rows[8], of_token[g]);
+      wgmma_hold(total);  // all sums are read before the next product takes their registers
+      if (g < L::unit_groups - 1) return;
       __syncwarp();
 #pragma unroll
       for (int block = 0; block < L::unit_blocks; ++block) {
@@ -240,35 +241,58 @@ __global__ void __launch_bounds__(128 * WARPGROUPS + 64)
       }
     };
 
-    if constexpr (AHEAD) {
-      // Straight lines, peeled at the end: ptxas serializes wgmma where it loses sight of who waits
-      Sums even, odd;
-      multiply(even);
-      int unit = 0;
-      for (; unit + 2 < units; unit += 2) {
-        multiply(odd);
-        wgmma_wait<1>();
-        finish(even);
-        multiply(even);
-        wgmma_wait<1>();
-        finish(odd);
+    // Straight lines, peeled at the end, the end under a condition though there always is a unit: ptxas
+    // serializes wgmma where it loses sight of who waits, and it does where it can fold an end into
+    // the loop before it
+    Sums sums[kSets];
+    if constexpr (AHEAD && L::unit_groups > 1) {
+#pragma unroll
+      for (int g = 0; g < kSets - 1; ++g) multiply(sums[g], g);
+      for (int unit = 1; unit < units; ++unit) {
+#pragma unroll
+        for (int g = 0; g < kSets; ++g) {
+          constexpr int kLast = kSets - 1;
+          multiply(sums[(g + kLast) % kSets], (g + kLast) % kSets);
+          wgmma_wait<kLast>();
+          finish(sums[g], g);
+        }
       }
-      if (unit + 1 < units) {
-        multiply(odd);
-        wgmma_wait<1>();
-        finish(even);
+      if (units > 0) {
+        multiply(sums[kSets - 1], kSets - 1);
         wgmma_wait<0>();
-        finish(odd);
+#pragma unroll
+        for (int g = 0; g < kSets; ++g) finish(sums[g], g);
       } else {
         wgmma_wait<0>();
-        finish(even);
+      }
+    } else if constexpr (AHEAD) {
+      multiply(sums[0], 0);
+      int unit = 0;
+      for (; unit + 2 < units; unit += 2) {
+        multiply(sums[1], 0);
+        wgmma_wait<1>();
+        finish(sums[0], 0);
+        multiply(sums[0], 0);
+        wgmma_wait<1>();
+        finish(sums[1], 0);
+      }
+      if (unit + 1 < units) {
+        multiply(sums[1], 0);
+        wgmma_wait<1>();
+        finish(sums[0], 0);
+        wgmma_wait<0>();
+        finish(sums[1], 0);
+      } else {
+        wgmma_wait<0>();
+        finish(sums[0], 0);
       }
     } else {
-      Sums partial;
       for (int unit = 0; unit < units; ++unit) {
-        multiply(partial);
+#pragma unroll
+        for (int g = 0; g < kSets; ++g) multiply(sums[g], g);
         wgmma_wait<0>();
-        finish(partial);
+#pragma unroll
+        for (int g = 0; g < kSets; ++g) finish(sums[g], g);
       }
     }
 
