@@ -162,7 +162,7 @@ def candidates(problem: Problem) -> list[Config]:
         if c.ahead:  # what holds more stages is for deep rings
             fits = fits and c.stages > 3
         if c.consumers > 2:  # many warps hide long promotions
-            fits = fits and group_of(problem) <= 64 and c.stages in (4, 8, 12)
+            fits = fits and group_of(problem) <= 64 and c.stages in (4, 8)
         return m <= 512 and fits and c.rows * 4 >= min(m, 128)
 
     return [c for c in configs(problem) if plausible(c)]
