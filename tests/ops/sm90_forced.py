@@ -29,7 +29,7 @@ SOME = (LARGE, NARROW, SMALL, PAIRED)  # legal at every group size; compiled for
 def shapes(policy, group_size):
     """One legal configuration of each tile, number of warpgroups, way to promote and cluster."""
     found = {}
-    tiles = (sm90._ROWS[policy], sm90._COLUMNS[policy], (1, 2, 4), (False, True), (1, 2))
+    tiles = (sm90._ROWS[policy], sm90._COLUMNS[policy], (1, 2), (False, True), (1, 2))
     for tile in itertools.product(*tiles):
         rows, columns, consumers, ahead, cluster = tile
         for stages in (6, 4, 3):

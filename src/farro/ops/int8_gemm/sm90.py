@@ -33,7 +33,7 @@ _SCALE_STAGES = 3  # of the large kernel
 _SCALE_GROUPS = 4  # of one of them
 _ROWS = {"large": (256, 128), "small": (8, 16, 32, 64, 128)}
 _COLUMNS = {"large": (128, 112, 96), "small": (64,)}
-_SUMS = {1: 176, 2: 112, 4: 48}  # by warpgroups of the small kernel: sums that a thread can hold
+_SUMS = {1: 176, 2: 128}  # by warpgroups of the small kernel: sums that a thread can hold
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ def configs(problem: Problem) -> list[Config]:
         Config("small", tokens, 64, stages, consumers, ahead, cluster=cluster)
         for tokens in _ROWS["small"]
         for stages in (3, 4, 6, 8, 12, 16)
-        for consumers in (1, 2, 4)
+        for consumers in (1, 2)
         for ahead in (False, True)
         for cluster in (1, 2)
     ]
@@ -161,8 +161,6 @@ def candidates(problem: Problem) -> list[Config]:
             fits = c.rows < m <= 2 * c.rows and c.stages in (8, 12)
         if c.ahead:  # what holds more stages is for deep rings
             fits = fits and c.stages > 3
-        if c.consumers > 2:  # many warps hide long promotions
-            fits = fits and group_of(problem) <= 64 and c.stages in (4, 8)
         return m <= 512 and fits and c.rows * 4 >= min(m, 128)
 
     return [c for c in configs(problem) if plausible(c)]
@@ -199,12 +197,11 @@ def is_legal(config: Config, group_size: int, m: int = 1) -> bool:
         or m > _LARGEST_GRID_Y * c.rows
     ):
         return False  # the swizzle's atoms have eight rows
-    # registers a thread: the sums of the groups in flight, the totals, and ahead the scales of the
-    # tokens of a unit
+    # registers a thread: the sums of the groups in flight, the totals, and ahead some scales
     tokens, groups = c.rows // c.consumers, max(_DEPTH // group_size, 1)
-    sums = (max(groups, units) + 1) * tokens // 2
+    sums = ((2 if c.ahead else groups) + 1) * tokens // 2
     if c.ahead and groups > 1:
-        sums += groups * tokens // 4
+        sums += 2 * tokens // 4
     return sums <= _SUMS[c.consumers]
 
 
@@ -240,7 +237,7 @@ def _in_one_round(config: Config, group_size: int, m: int, n: int, count: int) -
 
     The deepest ring is the fastest only where no CTA waits for another to end.
     """
-    sets = max(_DEPTH // group_size, 2 if config.ahead else 1)
+    sets = 2 if config.ahead else max(_DEPTH // group_size, 1)
     registers = 40 + (sets + 1) * config.rows // config.consumers // 2
     by_registers = 65536 // (32 * config.warps * registers)
     by_memory = _SHARED_OF_SM // (shared_bytes(config, group_size) + 1024)

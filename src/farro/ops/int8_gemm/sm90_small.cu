@@ -45,14 +45,15 @@ struct Layout {
   static_assert(TOKENS * pitch <= scales, "results are staged where the operands were");
 };
 
-// A unit's scales of this thread's tokens, a pair of tokens for each 8 of the warpgroup's.
-template <int GROUPS, int TOKENS>
-__device__ __forceinline__ void read_token_scales(float (&to)[GROUPS][TOKENS / 4],
+// Scales of this thread's tokens, a pair of tokens for each 8 of the warpgroup's: of the COUNT groups from
+// `of_tokens` on, where a token has those of all GROUPS beside each other.
+template <int GROUPS, int COUNT, int TOKENS>
+__device__ __forceinline__ void read_token_scales(float (&to)[COUNT][TOKENS / 4],
                                                   const float* of_tokens) {
 #pragma unroll
   for (int i = 0; i < TOKENS / 4; ++i)
 #pragma unroll
-    for (int g = 0; g < GROUPS; ++g) to[g][i] = of_tokens[(i / 2 * 8 + i % 2) * GROUPS + g];
+    for (int g = 0; g < COUNT; ++g) to[g][i] = of_tokens[(i / 2 * 8 + i % 2) * GROUPS + g];
 }
 
 // Add a group's sums to this thread's totals. A group past the end adds +0, which changes no total:
@@ -116,8 +117,8 @@ __global__ void __launch_bounds__(128 * WARPGROUPS + 64)
   using L = Layout<Out, GROUP, TOKENS, STAGES>;
   constexpr int kSteps = GROUP >= kDepth ? kDepth / 32 : GROUP / 32;  // wgmma of a group and stage
   constexpr int kTokens = TOKENS / WARPGROUPS;                        // of one warpgroup
-  // Groups whose sums are held: those of a unit, or two units of one group
-  constexpr int kSets = AHEAD && L::unit_groups == 1 ? 2 : L::unit_groups;
+  constexpr int kSets = AHEAD ? 2 : L::unit_groups;                   // groups whose sums are held
+  constexpr int kRead = AHEAD && L::unit_groups > 2 ? 2 : L::unit_groups;  // scales read together
   static_assert(STAGES > (AHEAD ? 2 : 1) * L::unit_blocks, "units in use, and a stage to fill");
   static_assert(kTokens % 8 == 0, "whole swizzle atoms");
 
@@ -215,17 +216,17 @@ __global__ void __launch_bounds__(128 * WARPGROUPS + 64)
       wgmma_commit();
       if (g == L::unit_groups - 1) ring = at;
     };
-    float of_token[L::unit_groups][kTokens / 4];
-    // The same of the unit at `done`: its first reads scales, its last gives the stages back
+    float of_token[kRead][kTokens / 4];
+    // The same of the unit at `done`: some groups' scales are read together, the last gives the stages back
     auto finish = [&](Sums& sums, int g) {
       wgmma_hold(sums);
       const float* scales = reinterpret_cast<const float*>(shared + L::scales) +
                             done.stage * L::scale_floats;
-      if (g == 0)
-        read_token_scales<L::unit_groups, kTokens>(
-            of_token, scales + L::unit_groups * (kRows + own_token + 2 * (lane % 4)));
+      if (g % kRead == 0)
+        read_token_scales<L::unit_groups, kRead, kTokens>(
+            of_token, scales + L::unit_groups * (kRows + own_token + 2 * (lane % 4)) + g);
       const float* of_rows = scales + g * kRows + row;
-      promote<kTokens>(total, sums, of_rows[0], of_rows[8], of_token[g]);
+      promote<kTokens>(total, sums, of_rows[0], of_rows[8], of_token[g % kRead]);
       wgmma_hold(total);  // all sums are read before the next product takes their registers
       if (g < L::unit_groups - 1) return;
       __syncwarp();
@@ -246,22 +247,25 @@ __global__ void __launch_bounds__(128 * WARPGROUPS + 64)
     // the loop before it
     Sums sums[kSets];
     if constexpr (AHEAD && L::unit_groups > 1) {
-#pragma unroll
-      for (int g = 0; g < kSets - 1; ++g) multiply(sums[g], g);
+      constexpr int kGroups = L::unit_groups;
+      multiply(sums[0], 0);
       for (int unit = 1; unit < units; ++unit) {
 #pragma unroll
-        for (int g = 0; g < kSets; ++g) {
-          constexpr int kLast = kSets - 1;
-          multiply(sums[(g + kLast) % kSets], (g + kLast) % kSets);
-          wgmma_wait<kLast>();
-          finish(sums[g], g);
+        for (int g = 0; g < kGroups; ++g) {
+          multiply(sums[(g + 1) % 2], (g + 1) % kGroups);
+          wgmma_wait<1>();
+          finish(sums[g % 2], g);
         }
       }
       if (units > 0) {
-        multiply(sums[kSets - 1], kSets - 1);
-        wgmma_wait<0>();
 #pragma unroll
-        for (int g = 0; g < kSets; ++g) finish(sums[g], g);
+        for (int g = 0; g < kGroups - 1; ++g) {
+          multiply(sums[(g + 1) % 2], g + 1);
+          wgmma_wait<1>();
+          finish(sums[g % 2], g);
+        }
+        wgmma_wait<0>();
+        finish(sums[1], kGroups - 1);
       } else {
         wgmma_wait<0>();
       }
