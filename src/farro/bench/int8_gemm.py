@@ -12,19 +12,22 @@ from ..ops.int8_gemm import int8_gemm
 from . import peers
 from .case import Adapter, Case, Missing, Options, Sizes, Subject
 
+_MODELS = (
+    {"n": 4096, "k": 4096},
+    {"n": 4096, "k": 7168},
+    {"n": 7168, "k": 16384},
+    {"n": 24576, "k": 1536},
+)
 SHAPES = {
-    "default": (
-        {"n": 4096, "k": 4096},
-        {"n": 4096, "k": 7168},
-        {"n": 7168, "k": 16384},
-        {"n": 24576, "k": 1536},
-    ),
+    "default": _MODELS,
+    "between": _MODELS,  # for tuning: rows where the fastest family changes
     "heldout": ({"n": 5120, "k": 13824}, {"n": 11008, "k": 4096}),
     "cpu": ({"n": 4096, "k": 4096},),
     "dense": ({"n": 4096, "k": 4096}, {"n": 7168, "k": 16384}),
 }
 ROWS = {
     "default": (1, 16, 64, 256, 1024, 4096, 8192),
+    "between": (128,),
     "heldout": (3, 48, 200, 1500),
     "cpu": (1, 16, 128, 1024),
     "dense": tuple(range(1, 257)),

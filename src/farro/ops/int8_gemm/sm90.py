@@ -158,7 +158,7 @@ def candidates(problem: Problem) -> list[Config]:
             return m > 64 and deepest and (m > 512 or c.raster == 8)
         fits = m > c.rows // 2 or c.rows == min(_ROWS["small"])
         if c.cluster > 1:  # two tiles hold all tokens; rings of others are seen without a cluster
-            fits = c.rows < m <= 2 * c.rows and c.stages in (8, 12)
+            fits = c.rows < m <= 2 * c.rows and c.stages in (6, 8, 12)
         if c.ahead:  # what holds more stages is for deep rings
             fits = fits and c.stages > 3
         return m <= 512 and fits and c.rows * 4 >= min(m, 128)
