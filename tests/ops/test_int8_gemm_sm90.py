@@ -71,7 +71,8 @@ def test_every_choice_is_legal(m, n, k, group_size, device):
     x, y, z = sm90._grid(chosen, m, n, 132)
     assert 1 <= x < 2**31 and 1 <= y <= 65535 and z == 1
     if chosen.policy == "small":
-        assert x * chosen.columns >= n and y * chosen.rows >= m
+        assert x % chosen.cluster == 0 and x // chosen.cluster * chosen.columns >= n
+        assert y * chosen.cluster * chosen.rows >= m
     assert chosen.warps * 32 <= 1024
 
 
