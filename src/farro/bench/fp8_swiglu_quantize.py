@@ -20,13 +20,15 @@ from .int8_gemm import ROWS
 from .kept import kept
 
 # N is a half of the rows of the weight: columns of the result
+_MODELS = (
+    {"n": 14336, "k": 4096},
+    {"n": 2048, "k": 7168},
+    {"n": 12288, "k": 4096},
+    {"n": 18432, "k": 7168},
+)
 SHAPES: dict[str, tuple[dict[str, int], ...]] = {
-    "default": (
-        {"n": 14336, "k": 4096},
-        {"n": 2048, "k": 7168},
-        {"n": 12288, "k": 4096},
-        {"n": 18432, "k": 7168},
-    ),
+    "default": _MODELS,
+    "between": _MODELS,  # for tuning
     "models": ({"n": 16384, "k": 2048, "m": 768}, {"n": 6144, "k": 4096, "m": 128}),
     "heldout": ({"n": 6912, "k": 2560}, {"n": 10944, "k": 2048}),
     "cpu": ({"n": 2048, "k": 2048},),
