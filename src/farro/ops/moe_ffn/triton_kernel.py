@@ -151,7 +151,8 @@ def _gate_and_up(total, TOKENS: tl.constexpr, FEATURES: tl.constexpr, SWAP: tl.c
     return tl.split(tl.reshape(total, [TOKENS, FEATURES, 2]))
 
 
-@triton.jit(do_not_specialize=["experts"])
+# scales are gathered one by one whatever their strides, so that both layouts share a kernel
+@triton.jit(do_not_specialize=["experts", "step_sw", "up_sw"])
 def gate_up(
     x,
     scale_x,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +14,7 @@ from ...formats.int8_group import GROUP_SIZES, group_count
 from ...problem import Problem
 from ..int8_gemm.checks import OUTPUT_DTYPES
 from ..moe_route.plan import ID_DTYPES
-from .checks import ARGUMENTS, LAYOUTS, NAME
+from .checks import ARGUMENTS, NAME
 
 _TOPK = (1, 2, 4, 6, 8, 10)
 # how many there are decides how many rows one has, and so which tiles are taken
@@ -25,18 +24,17 @@ _EXPERTS = (1, 8, 32, 64, 128, 256)
 def calls(
     operator: Operator, device: torch.device, shape: tuple[int, ...]
 ) -> list[Callable[[], Any]]:
-    """Calls for (tokens, I, H): each group size and layout, number of routes, ids, output dtype."""
+    """Calls for (tokens, I, H): each group size, number of routes, ids and output dtype.
+
+    Both layouts of gate and up share their kernels.
+    """
     usual: dict[str, Any] = {
         "group_size": GROUP_SIZES[-1],
-        "interleaved": False,
         "topk": 8,
         "ids": torch.int64,
         "dtype": torch.bfloat16,
     }
-    forms = [
-        {**usual, "group_size": group_size, "interleaved": layout == "interleaved"}
-        for group_size, layout in itertools.product(GROUP_SIZES, LAYOUTS)
-    ]
+    forms = [{**usual, "group_size": group_size} for group_size in GROUP_SIZES]
     forms += [{**usual, "topk": topk, "ids": ids} for topk in _TOPK for ids in ID_DTYPES]
     forms += [{**usual, "dtype": dtype} for dtype in OUTPUT_DTYPES]
     return [functools.partial(_run, operator, device, shape, **form) for form in forms]
@@ -75,14 +73,13 @@ def _run(
     device: torch.device,
     shape: tuple[int, ...],
     group_size: int,
-    interleaved: bool,
     topk: int,
     ids: torch.dtype,
     dtype: torch.dtype,
 ) -> None:
     """Each kernel and configuration that some number of experts has, on the weights of one."""
     form = (group_size, topk, ids)
-    params = {"group_size": group_size, "interleaved": interleaved, "output_dtype": dtype}
+    params = {"group_size": group_size, "interleaved": False, "output_dtype": dtype}
     chosen: dict[Any, Callable[..., None]] = {}
     for experts in _EXPERTS:
         tensors: dict[str, Any] = dict(operands("meta", shape, experts, *form))
@@ -92,4 +89,4 @@ def _run(
     out = torch.empty(shape[0], shape[2], dtype=dtype, device=device)
     for run in chosen.values():
         if out.numel():
-            run(*given, out, group_size, interleaved)
+            run(*given, out, group_size, False)
