@@ -1,5 +1,5 @@
 """Write docs/performance.md (with plots), docs/support.md, and the generated parts of README.md,
-docs/group-size.md, docs/nvfp4-accuracy.md and docs/qsnr.md.
+docs/group-size.md, docs/nvfp4-accuracy.md, docs/qsnr.md and docs/numerics.md.
 
     python docs/generate.py            write them
     python docs/generate.py --check    exit 1 where a committed file differs from that
@@ -20,6 +20,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "docs")]
 
+import fp8_numerics  # noqa: E402
 import group_size  # noqa: E402
 import model_shapes  # noqa: E402
 import noise_study  # noqa: E402
@@ -378,7 +379,12 @@ def texts() -> dict[Path, str]:
     noise = (docs / "qsnr.md").read_text()
     noise = between(noise, "tables", noise_study.tables(devices()))
     noise = between(noise, "plot", noise_study.plot(devices(), NOISE_PLOT))
+    sums = (docs / "numerics.md").read_text()
+    sums = between(sums, "fp8-model", fp8_numerics.modelled(devices()))
+    sums = between(sums, "fp8-measured", fp8_numerics.measured(devices()))
+    sums = between(sums, "fp8-fast", fp8_numerics.fast(devices()))
     return {
+        docs / "numerics.md": sums,
         docs / "qsnr.md": noise,
         docs / "performance.md": performance().rstrip("\n") + "\n",
         docs / "support.md": support().rstrip("\n") + "\n",
