@@ -133,8 +133,9 @@ def test_many_tokens_are_expanded_before(monkeypatch):
     expanded = torch.empty(900, 512, dtype=torch.float16)
     first = sm90.expand_launch(x, sfb, expanded, rows)
     assert first.grid[1] == 3 and first.threads == 256
-    launch = sm90.group_launch(MANY, out, tuple(parts), expanded, None, alphas, rows)
+    launch = sm90.group_launch(MANY, out, tuple(parts), x, sfb, alphas, rows, expanded)
     few, many, problem, told = launch.parameters
+    assert problem.x == x.data_ptr() and "<false, 2, 256" in launch.function[1]
     assert few == (expanded.data_ptr(), 900, 1024, 1024, 8, 128) and many[4] == 64
     assert (problem.out_vector, problem.contiguous, told.ragged, told.capacity) == (1, 0, 1, 900)
 
@@ -175,6 +176,47 @@ def test_every_configuration(coded, generator):
                 sm90.run(config, out, *call.operands)
                 wrong = call.differs(0, out, call.expected[0])
                 assert wrong is None, f"{config} {name}: {wrong}"
+
+
+def poisoned(call):
+    """Infinities and NaN among BF16 activations: alone, two of a sign, of both signs."""
+    x, k = call.inputs["b_act"].view, call.arguments["k"]
+    rows = x.flatten(0, -2)
+    for i in range(0, rows.shape[0], 2):
+        values = ((torch.inf,), (-torch.inf,), (torch.inf, torch.inf), (torch.inf, -torch.inf))[
+            i // 2 % 4
+        ]
+        for j, value in enumerate(values):
+            rows[i, (7 * i + 1 + 2 * j) % k] = value
+    rows[1::6, k - 1] = torch.nan
+
+
+def dense_choices(call):
+    """A weight whose kept codes are never 0, so that an infinity that it meets stays one."""
+    codes = call.inputs["a_comp"].view
+    codes |= 0x22
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("compiled")
+def test_infinities_are_those_of_the_formula(generator):
+    for e, m, k, cap in ((3, 96, 160, 20), (2, 544, 1376, 9), (2, 320, 1024, 300)):
+        for ragged in (False, True):
+            case = GroupCase(f"inf {m} {ragged}", e, m, k, cap, ragged, coded=False)
+            call = case.build("cuda", int(torch.randint(2**31, (1,), generator=generator)))
+            poisoned(call)
+            dense_choices(call)
+            out, want = call.arguments["out"], call.expected[0]
+            assert want.isinf().any() and want.isnan().any() and want.isfinite().any()
+            for config in shapes():
+                out.fill_(7)
+                sm90.run(config, out, *call.operands)
+                wrong = call.differs(0, out, want)
+                assert wrong is None, f"{config} {case.name}: {wrong}"
+                got = out.flatten(0, -2).cpu().double()
+                mine = call._exact[2].unsqueeze(1)
+                for same in (torch.isnan, torch.isposinf, torch.isneginf):
+                    assert torch.equal(same(got) & mine, same(want) & mine), f"{config} {case.name}"
 
 
 @pytest.mark.gpu

@@ -68,6 +68,13 @@ __device__ __forceinline__ u32 high_codes(u32 bytes) {
 }
 __device__ __forceinline__ u32 low_codes(u32 bytes) { return high_codes(bytes << 4); }
 
+// NaN where a half of `a` is not finite or `so_far` is NaN, else 0: for BF16.
+__device__ __forceinline__ u32 add_zero_times(u32 a, u32 so_far) {
+  u32 sum;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(sum) : "r"(a), "r"(0u), "r"(so_far));
+  return sum;
+}
+
 // FP16 halves to BF16, each times `factor`: exact for scales (4 significant bits).
 __device__ __forceinline__ u32 halves_to_brains(u32 halves, float factor) {
   float low, high;
@@ -97,10 +104,7 @@ __device__ __forceinline__ uint4 expand_unit(uint2 codes, u32 scale_byte, int un
 // All NaN where one of four BF16 values is not finite: a weight's zeros times it would be NaN, and
 // sparse products skip them.
 __device__ __forceinline__ void spread_nan(u32& a, u32& b) {
-  u32 zero;
-  asm("{\n.reg .b32 z;\nfma.rn.bf16x2 z, %1, %3, %3;\nfma.rn.bf16x2 %0, %2, %3, z;\n}"
-      : "=r"(zero)
-      : "r"(a), "r"(b), "r"(0u));
+  u32 zero = add_zero_times(b, add_zero_times(a, 0));
   asm("{\n.reg .b32 one;\nmov.b32 one, 0x3f803f80;\nfma.rn.bf16x2 %0, %1, one, %2;\n}"
       : "=r"(zero)
       : "r"(zero), "r"(__byte_perm(zero, 0, 0x1032)));

@@ -300,17 +300,17 @@ def group_launch(
     sfb: torch.Tensor | None,
     alphas: torch.Tensor,
     rows: _Rows,
+    expanded: torch.Tensor | None = None,
 ) -> Launch:
-    """The product of activations as they are, or expanded where the configuration wants it so."""
+    """The product of activations as they are; they must be `expanded` where the tile is wide."""
     c, device, features, k = config, out.get_device(), out.shape[-1], rows.k
     size = shared_bytes(c, rows.experts)
-    function = kernel_function(*kernel_name(c, x.dtype == torch.bfloat16), "sm_90a", device, size)
+    function = kernel_function(*kernel_name(c, sfb is None), "sm_90a", device, size)
     maps: tuple[Any, ...] = ()
     if not c.expands:
-        count = x.numel() // k
-        maps = tuple(
-            tensor_map.encode(x.data_ptr(), count, 2 * k, 2 * k, box, 128) for box in (8, 64)
-        )
+        assert expanded is not None
+        count, at = expanded.numel() // k, expanded.data_ptr()
+        maps = tuple(tensor_map.encode(at, count, 2 * k, 2 * k, box, 128) for box in (8, 64))
     problem = _Problem(
         *(t.data_ptr() for t in (*parts, alphas, x)),
         0 if sfb is None else sfb.data_ptr(),
@@ -367,12 +367,10 @@ class _Bound:
 
         def prepare() -> Any:
             rows = rows_of(out, counts, experts, k)
+            product = group_launch(self.config, out, parts, b_act, sfb, alphas, rows, expanded)
             if expanded is None:
-                return group_launch(self.config, out, parts, b_act, sfb, alphas, rows)
-            return _Both(
-                expand_launch(b_act, sfb, expanded, rows),
-                group_launch(self.config, out, parts, expanded, None, alphas, rows),
-            )
+                return product
+            return _Both(expand_launch(b_act, sfb, expanded, rows), product)
 
         self.prepared.run(out.device, (out, *operands, expanded), prepare)
 
