@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "docs")]
 
 import fp8_numerics  # noqa: E402
+import fp8_speed  # noqa: E402
 import group_size  # noqa: E402
 import model_shapes  # noqa: E402
 import noise_study  # noqa: E402
@@ -369,6 +370,7 @@ def texts() -> dict[Path, str]:
     readme = (ROOT / "README.md").read_text()
     readme = between(readme, "support", support_table())
     readme = between(readme, "performance", performance_summary())
+    readme = between(readme, "fp8-performance", fp8_speed.summary(devices()))
     docs = ROOT / "docs"
     groups = (docs / "group-size.md").read_text()
     groups = between(groups, "accuracy", group_size.accuracy(devices()))
