@@ -52,7 +52,8 @@ class ExpertParallel(torch.nn.Module):
         RuntimeError: torch.distributed is not initialized; a rank failed or stalled. A rank whose
             arguments are wrong tells the others, which raise at once, and all may go on with the
             next call. One that ends, hangs or fails later ends the others within the group's
-            timeout; then the group is of no more use.
+            timeout; then the group is of no more use. (With NCCL, whose collectives do not make
+            the host wait, torch's watchdog ends the process; TORCH_NCCL_BLOCKING_WAIT=1 raises.)
         ValueError: ranks whose experts differ in hidden_size, intermediate_size or group_size.
     """
 
@@ -112,8 +113,8 @@ class ExpertParallel(torch.nn.Module):
                     self._exchange_counts([_FAILED] * self.world_size)
                 raise
             coming = self._exchange_counts(sent.counts)
-            arrived = self._exchange("rows", sent.rows, sent.counts, coming)
-            y = self._compute(arrived)
+            arrived = self._exchange("rows", sent.rows, sent.counts, coming, _rounded(sum(coming)))
+            y = self._compute(arrived, sum(coming))
             back = self._exchange("results", y.view(torch.uint8), coming, sent.counts)
             rows = back.view(torch.bfloat16)
             weights = top_k_weights.to(torch.float32)
@@ -156,12 +157,13 @@ class ExpertParallel(torch.nn.Module):
         rows[:, at : at + 4].view(torch.int32).copy_(expert[:used, None])
         return _Sent(rows, counts, dest)
 
-    def _compute(self, rows: torch.Tensor) -> torch.Tensor:
-        """BF16 [R, H] of the rows that arrived: one route each, whose weight is 1."""
+    def _compute(self, rows: torch.Tensor, used: int) -> torch.Tensor:
+        """BF16 [used, H] of the rows that arrived: one route each, whose weight is 1."""
         scales, at, _ = self._places
+        rows[used:, at : at + 4].view(torch.int32).fill_(-1)  # dropped routes
         experts = self.experts
         ids = rows[:, at : at + 4].view(torch.int32) - self.first_expert
-        return moe_ffn(
+        y = moe_ffn(
             rows[:, : experts.hidden_size].view(torch.int8),
             rows[:, scales:at].view(torch.float32),
             *experts.weights,
@@ -172,6 +174,7 @@ class ExpertParallel(torch.nn.Module):
             output_dtype=torch.bfloat16,
             backend=experts.backend,
         )
+        return y[:used]
 
     # --- collectives ---------------------------------------------------------------------------
 
@@ -208,11 +211,15 @@ class ExpertParallel(torch.nn.Module):
         return coming
 
     def _exchange(
-        self, what: str, rows: torch.Tensor, counts: list[int], coming: list[int]
+        self, what: str, rows: torch.Tensor, counts: list[int], coming: list[int], room: int = 0
     ) -> torch.Tensor:
-        """Rows [sum(counts), bytes] in the order of ranks -> those that come from each."""
-        taken = rows.new_empty(sum(coming), rows.shape[1])
-        self._collective(what, distributed.all_to_all_single, taken, rows, coming, counts)
+        """Rows [sum(counts), bytes] in the order of ranks -> those that come from each.
+
+        There are `room` rows of memory at least; what comes fills the first of them.
+        """
+        used = sum(coming)
+        taken = rows.new_empty(max(used, room), rows.shape[1])
+        self._collective(what, distributed.all_to_all_single, taken[:used], rows, coming, counts)
         return taken
 
     def _collective(self, what: str, call: Callable[..., Any], *arguments: Any) -> None:
@@ -234,6 +241,12 @@ class ExpertParallel(torch.nn.Module):
             f"rank={self.rank} of {self.world_size}, "
             f"experts={self.first_expert} to {last} of {self.num_experts}"
         )
+
+
+def _rounded(rows: int) -> int:
+    """Up by an eighth at most, so that few numbers of rows make a kernel's choice anew."""
+    step = 1 << max(0, (rows - 1).bit_length() - 4)
+    return -(-rows // step) * step
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """One rank of tests/distributed: runs the scenarios named on its command line, in order.
 
-python -m tests.distributed.worker gloo|nccl RANK WORLD_SIZE FILE TIMEOUT SCENARIO ...
+python -m tests.distributed.worker gloo|nccl RANK WORLD_SIZE FILE SCENARIO ...
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from torch import distributed
 import farro
 from farro.moe import ExpertParallel
 from farro.nn import Int8Experts
-from farro.testing import assert_bit_equal
 
 H, INNER, G, EXPERTS = 70, 40, 32, 7
 
@@ -57,7 +56,8 @@ class Rank:
         return ExpertParallel(mine)
 
     def check(self, layer: ExpertParallel, given) -> None:
-        assert_bit_equal(layer(*given), self.whole(*given), f"rank {self.rank}")
+        got, want = layer(*given), self.whole(*given)
+        assert got.dtype == want.dtype and torch.equal(got, want), f"rank {self.rank}"
 
     # --- scenarios ---------------------------------------------------------------------------
 
@@ -89,7 +89,7 @@ class Rank:
             raised(ValueError, lambda: layer(x[:, 1:], ids, weights), "[4, 69]", "needed")
         else:
             raised(RuntimeError, lambda: layer(x, ids, weights), "rank 1 failed", f"{self.rank}")
-        assert time.monotonic() - start < 2
+        assert time.monotonic() - start < 30  # not the group's timeout
         self.check(layer, (x, ids, weights))
 
     def mismatch(self) -> None:
@@ -101,25 +101,27 @@ class Rank:
         layer = ExpertParallel.split(self.whole)
         given = self.tokens(4)
         if self.rank == 1:
-            layer._compute = lambda rows: os._exit(0)  # type: ignore[method-assign]
+            layer._compute = lambda rows, used: os._exit(0)  # type: ignore[method-assign]
         start = time.monotonic()
         raised(RuntimeError, lambda: layer(*given), "could not exchange", "another rank ended")
-        assert time.monotonic() - start < 15
+        assert time.monotonic() - start < 30
 
     def stalls(self) -> None:
-        """Rank 1 never comes: the others end within the group's timeout."""
-        layer = ExpertParallel.split(self.whole)
+        """Rank 1 never comes: the others end within their group's timeout."""
+        group = distributed.new_group(timeout=timedelta(seconds=2))
+        layer = ExpertParallel.split(self.whole, group)
         given = self.tokens(4)
+        self.check(layer, given)
         if self.rank == 1:
             time.sleep(6)
             os._exit(0)
-        start = time.monotonic()
-        error = raised(RuntimeError, lambda: layer(*given), f"rank {self.rank}", "timeout")
-        assert 1 < time.monotonic() - start < 5, error
+        words = (f"rank {self.rank}", "did not come within the group's timeout")
+        error = raised(RuntimeError, lambda: layer(*given), *words)
+        told(error.__cause__, "imed out")
 
 
 def main() -> None:
-    backend, rank, world, file, timeout, *scenarios = sys.argv[1:]
+    backend, rank, world, file, *scenarios = sys.argv[1:]
     torch.set_num_threads(1)
     device = "cpu"
     if backend == "nccl":
@@ -134,7 +136,7 @@ def main() -> None:
         init_method=f"file://{file}",
         rank=int(rank),
         world_size=int(world),
-        timeout=timedelta(seconds=float(timeout)),
+        timeout=timedelta(seconds=60),
     )
     mine = Rank(int(rank), int(world), device)
     for name in scenarios:
