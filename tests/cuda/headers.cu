@@ -1,8 +1,10 @@
 // Kernels that each use one piece of farro/cuda/include, for test_headers.py.
 #include "fp8_scales.cuh"
+#include "nvfp4.cuh"
 #include "output.cuh"
 #include "tiles.cuh"
 #include "wgmma.cuh"
+#include "wgmma_sparse.cuh"
 
 using namespace farro;
 
@@ -71,7 +73,7 @@ __global__ void __launch_bounds__(128)
   const Aligned shared;
   const u32 barrier = shared.base + 128 * ROWS;
   for (int i = threadIdx.x; i < 128 * ROWS; i += 128) shared.memory[i] = 0x5B;
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // these stores before TMA's
+  fence_async_proxy();  // these stores before TMA's
   if (threadIdx.x == 0) {
     prefetch_tensor_map(&map);
     mbarrier_init(barrier, 1);
@@ -85,6 +87,27 @@ __global__ void __launch_bounds__(128)
   }
   mbarrier_wait(barrier, 0);
   for (int i = threadIdx.x; i < 128 * ROWS; i += 128) to[i] = shared.memory[i];
+}
+
+// ---- Bulk copy: neighbouring bytes, and none around them ----
+
+__global__ void __launch_bounds__(128) copy_bulk(const u8* from, u8* to, int first, int bytes) {
+  constexpr int room = 16384;
+  const Aligned shared;
+  const u32 barrier = shared.base + room;
+  for (int i = threadIdx.x; i < room; i += 128) shared.memory[i] = 0x5B;
+  fence_async_proxy();  // these stores before the copy's
+  if (threadIdx.x == 0) {
+    mbarrier_init(barrier, 1);
+    fence_mbarrier_init();
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    mbarrier_expect(barrier, bytes);
+    bulk_load(shared.base + first, from, bytes, barrier);
+  }
+  mbarrier_wait(barrier, 0);
+  for (int i = threadIdx.x; i < room; i += 128) to[i] = shared.memory[i];
 }
 
 // ---- cp.async: one piece a lane ----
@@ -149,6 +172,51 @@ __global__ void __launch_bounds__(128)
 #pragma unroll
     for (int i = 0; i < N / 2; ++i) to[place(i)] = d[i];
   }
+}
+
+// ---- Sparse wgmma: A (64 x 64, of each four two `kept`, chosen by `meta`) times B (N x 64) ----
+
+template <int N, bool BF16, bool ACCUMULATE>
+__global__ void __launch_bounds__(128)
+    multiply_sparse(const __grid_constant__ TensorMap map_b, const u32* kept, const u32* meta,
+                    float* to) {
+  const Aligned shared;
+  const u32 barrier = shared.base + N * 128;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, quad = lane % 4;
+  if (threadIdx.x == 0) {
+    mbarrier_init(barrier, 1);
+    fence_mbarrier_init();
+    mbarrier_expect(barrier, N * 128);
+    tma_load(shared.base, &map_b, 0, 0, barrier);
+  }
+  const int first = 16 * warp + lane / 4;
+  auto place = [&](int i) {
+    return (first + (i & 2) * 4) * N + i / 4 * 8 + 2 * (lane % 4) + i % 2;
+  };
+  u32 a[2][4], choice[2];
+#pragma unroll
+  for (int k = 0; k < 2; ++k) {
+    const u32 *row = kept + (first * 2 + k) * 8 + quad, *below = row + 8 * 2 * 8;
+    a[k][0] = row[0], a[k][1] = below[0], a[k][2] = row[4], a[k][3] = below[4];
+    choice[k] = quad < 2 ? meta[(8 * warp + lane / 4) * 2 + k] : 0xffffffffu;  // the others' is not read
+  }
+  float d[N / 2];
+#pragma unroll
+  for (int i = 0; i < N / 2; ++i) d[i] = place(i) % 200;
+  __syncthreads();
+  mbarrier_wait(barrier, 0);
+  const u64 b = wgmma_descriptor(shared.base);
+  wgmma_fence();
+#pragma unroll
+  for (int k = 0; k < 2; ++k) {
+    if constexpr (BF16) WgmmaSparse<N>::bf16(d, a[k], b + 4 * k, choice[k], ACCUMULATE || k > 0);
+    else WgmmaSparse<N>::fp16(d, a[k], b + 4 * k, choice[k], ACCUMULATE || k > 0);
+  }
+  wgmma_commit();
+  wgmma_wait<0>();
+  wgmma_hold(d);
+#pragma unroll
+  for (int i = 0; i < N / 2; ++i) to[place(i)] = d[i];
 }
 
 // ---- Clusters: in each round every CTA reads 128 numbers of every CTA ----
@@ -273,4 +341,42 @@ __global__ void __launch_bounds__(32)
 __global__ void gelu_all(const float* from, float* to, int count) {
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
   if (i < count) to[i] = gelu_tanh(from[i]);
+}
+
+// ---- Parts of the NVFP4 kernels ----
+
+__global__ void rows_of_experts(const __grid_constant__ Rows p, int* to) {
+  const int expert = blockIdx.x * blockDim.x + threadIdx.x;
+  if (expert < p.experts) rows_of(p, expert, to[2 * expert], to[2 * expert + 1]);
+}
+
+// Four bytes as E4M3 (4 numbers), then the codes in their low and in their high nibbles.
+__global__ void decode_bytes(const u32* from, uint2* to, int count) {
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i >= count) return;
+  const u32 bytes = from[i], low = low_codes(bytes), high = high_codes(bytes);
+  to[3 * i] = make_uint2(low_to_halves(bytes), high_to_halves(bytes));
+  to[3 * i + 1] = make_uint2(low_to_halves(low), high_to_halves(low));
+  to[3 * i + 2] = make_uint2(low_to_halves(high), high_to_halves(high));
+}
+
+// Products of halves with both, with the low and with the high of another pair.
+template <bool BF16>
+__global__ void multiply_pairs(const u32* a, const u32* b, u32* to, int count) {
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i >= count) return;
+  if constexpr (!BF16) to[i] = multiply_halves(a[i], b[i]);
+  to[count + i] = multiply_by<BF16, false>(a[i], b[i]);
+  to[2 * count + i] = multiply_by<BF16, true>(a[i], b[i]);
+}
+
+__global__ void widen_halves(const u32* from, u32* to, float factor, int count) {
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i < count) to[i] = halves_to_brains(from[i], factor);
+}
+
+template <bool BF16>
+__global__ void expand_units(const void* x, const u8* scales, uint4* to, int units) {
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i < units) to[i] = unit_of<BF16>(x, scales, i / 4, i % 4);
 }

@@ -22,6 +22,13 @@ WIDTHS = {"int": (8, 16, 32, 64, 96, 112, 128), "float": (8, 64, 96, 192, 256)}
 PRODUCTS = [
     (kind, n, more) for kind, widths in WIDTHS.items() for n in widths for more in (False, True)
 ]
+BOOLEANS = ("false", "true")
+SPARSE = [  # N, BF16, whether more is added
+    (n, bf16, more)
+    for n in (8, 16, 32, 64, 128, 192, 256)
+    for bf16 in BOOLEANS
+    for more in BOOLEANS
+]
 SHARES = ((2, 1), (2, 3), (4, 3))
 DTYPES = {"BFloat16": torch.bfloat16, "Float16": torch.float16, "float": torch.float32}
 NAMES = (
@@ -30,11 +37,14 @@ NAMES = (
     *(f"load_box<{rows}, true>" for rows in (16, 96, 256)),
     *(f"copy_small<{size}>" for size in (4, 8, 16)),
     *(f"multiply<{kind}, {n}, {str(more).lower()}>" for kind, n, more in PRODUCTS),
+    *(f"multiply_sparse<{n}, {bf16}, {more}>" for n, bf16, more in SPARSE),
     *(f"exchange<{size}>" for size in (2, 4, 8)),
     *(f"share<{size}, {stages}>" for size, stages in SHARES),
     *(f"convert_all<{out}>" for out in DTYPES),
     *(f"row_scales<{rows}>" for rows in (64, 192)),
+    *(f"{name}<{bf16}>" for name in ("multiply_pairs", "expand_units") for bf16 in BOOLEANS),
     *("reverse_in_pairs", "trade_registers", "read_bias", "visit", "gelu_all"),
+    *("copy_bulk", "rows_of_experts", "decode_bytes", "widen_halves"),
 )
 
 
@@ -61,7 +71,9 @@ def test_every_function_of_the_headers_has_a_use():
     for name in names - {"run"}:
         assert len(re.findall(rf"\b{name}\b", everything)) > 1, f"nothing uses {name}"
     tested = Path(SOURCE).read_text()
-    inside = {"mbarrier_try_wait", "bf16_to_float"}  # used by those that are tested
+    # used by those that are tested
+    inside = {"mbarrier_try_wait", "bf16_to_float"}
+    inside |= {"expand_unit", "reorder_unit", "spread_nan", "add_zero_times"}  # all by unit_of
     # the end of both FP8 kernels, whose tests run it with every epilogue and layout
     epilogue = {"finish", "load_biases", "alpha_of"}
     for name in names - {"run"} - inside - epilogue:
@@ -158,6 +170,19 @@ def test_tma_box_of_groups(box, generator):
 
 
 @pytest.mark.gpu
+def test_bulk_copies(generator):
+    given = torch.randint(0, 256, (16384,), generator=generator).byte()
+    there = given.cuda()
+    for begin, first, size in ((0, 0, 16384), (16, 0, 16), (4096, 48, 2816), (1008, 15360, 1024)):
+        out = torch.full((16384,), 0xAA, dtype=torch.uint8, device="cuda")
+        at = (ctypes.c_int(first), ctypes.c_int(size))
+        launch("copy_bulk", (there[begin:], out, *at), 128, shared=16384 + 2048)
+        want = torch.full((16384,), 0x5B, dtype=torch.uint8)
+        want[first : first + size] = given[begin : begin + size]
+        assert torch.equal(out.cpu(), want), f"{size} bytes from {begin} to {first}"
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("size", (4, 8, 16))
 def test_small_copies_fill_with_zeros(size, generator):
     given = torch.randint(1, 256, (32, size), generator=generator).byte()
@@ -210,6 +235,34 @@ def test_wgmma_of_fp8(n, more, generator):
     magnitude = a.double().abs() @ b.double().abs().T + before
     assert_close_to_exact(out, a.double() @ b.double().T + before, magnitude, FP8_PROMOTED_SUM)
     assert int(out.isnan().sum()) == n + 127
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("more", BOOLEANS)
+@pytest.mark.parametrize("bf16", BOOLEANS)
+@pytest.mark.parametrize("n", sorted({n for n, _, _ in SPARSE}))
+def test_sparse_wgmma(n, bf16, more, generator):
+    """Two of each four of K, chosen alike in both halves of each 32: sums of small integers."""
+    dtype = torch.bfloat16 if bf16 == "true" else torch.float16
+    kept = torch.randint(-4, 5, (64, 2, 2, 4, 2), generator=generator)  # row, 32, half, four, which
+    choices = torch.tensor([(i, j) for j in range(4) for i in range(j)])
+    choice = choices[torch.randint(len(choices), (64, 2, 4), generator=generator)]
+    a = torch.zeros(64, 2, 2, 4, 4, dtype=torch.int64)
+    a.scatter_(-1, choice[:, :, None].expand_as(kept), kept)
+    nibbles = choice[..., 0] | choice[..., 1] << 2
+    half = sum(nibbles[..., c] << 4 * c for c in range(4)).view(4, 2, 8, 2)  # warp, high, row, 32
+    words = (half[:, 0] | half[:, 1] << 16).contiguous()
+    b = torch.randint(-8, 9, (n, 64), generator=generator)
+    there = b.to(dtype).cuda()
+    described = tensor_map.encode(there.data_ptr(), n, 128, 128, n, 128)
+    given = kept.to(dtype).cuda(), words.to(torch.uint32).cuda()
+    out = torch.full((64, n), -1.0, device="cuda")
+    name = f"multiply_sparse<{n}, {bf16}, {more}>"
+    launch(name, (described, *given, out), 128, shared=n * 128 + 2048)
+    want = a.view(64, 64) @ b.T
+    if more == "true":
+        want += torch.arange(64 * n).view(64, n) % 200
+    assert torch.equal(out.cpu(), want.float())
 
 
 @pytest.mark.gpu
@@ -355,3 +408,98 @@ def test_gelu(generator):
     right = (got - exact).abs() <= allowed
     right |= (got == exact) | (got.isnan() & exact.isnan())
     assert right.all(), [(float(v), float(g)) for v, g in zip(x[~right], got[~right])][:5]
+
+
+class Rows(ctypes.Structure):
+    """`struct Rows` of nvfp4.cuh."""
+
+    _fields_ = (
+        ("counts", ctypes.c_void_p),
+        *((name, ctypes.c_int) for name in ("experts", "capacity", "k", "ragged")),
+    )
+
+
+@pytest.mark.gpu
+def test_rows_of_experts():
+    counts = torch.tensor([3, 0, -5, 7, 8, 9, 2**31 - 1], dtype=torch.int32, device="cuda")
+    out = torch.full((7, 2), -1, dtype=torch.int32, device="cuda")
+    launch("rows_of_experts", (Rows(counts.data_ptr(), 7, 8, 32, 0), out), 32)
+    assert out.tolist() == [[0, n] for n in (3, 0, 0, 7, 8, 8, 8)]
+    ends = torch.tensor([0, 3, 3, 2, 50, 2**31 - 1], dtype=torch.int32, device="cuda")
+    out = torch.full((5, 2), -1, dtype=torch.int32, device="cuda")
+    launch("rows_of_experts", (Rows(ends.data_ptr(), 5, 40, 32, 1), out), 32)
+    assert out.tolist() == [[0, 3], [3, 0], [3, 0], [2, 38], [40, 0]]
+
+
+E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+
+
+def e4m3(byte):
+    """From its definition: bias 7, subnormals, no infinities, NaN in the last code."""
+    exponent, mantissa = (byte >> 3 & 15).double(), (byte & 7).double()
+    size = torch.where(exponent == 0, mantissa / 512, (8 + mantissa) / 8 * 2 ** (exponent - 7))
+    size = torch.where((byte & 127) == 127, torch.nan, size)
+    return torch.where(byte > 127, -size, size)
+
+
+def assert_same_values(out, want):
+    got = out.cpu().double()
+    assert torch.equal(got.isnan(), want.isnan())
+    assert torch.equal(got.nan_to_num(), want.nan_to_num())
+
+
+@pytest.mark.gpu
+def test_bytes_become_halves():
+    byte = torch.stack([torch.arange(256).roll(-i) for i in (0, 77, 130, 201)], 1)
+    out = torch.full((256, 3, 4), -1.0, dtype=torch.float16, device="cuda")
+    launch("decode_bytes", (byte.byte().cuda(), out, ctypes.c_int(256)), 256)
+    codes = (byte & 15, byte >> 4)
+    want = [e4m3(byte), *(E2M1[code].double() / 64 for code in codes)]
+    assert_same_values(out, torch.stack(want, 1))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bf16", BOOLEANS)
+def test_products_of_pairs(bf16, generator):
+    dtype, count = (torch.bfloat16 if bf16 == "true" else torch.float16), 4096
+    a, b = (torch.randint(-15, 16, (count, 2), generator=generator) for _ in "ab")
+    a, b = a.double() / 64, b.double() * 2  # products have 8 bits, as those of codes and scales
+    out = torch.full((3, count, 2), -1.0, dtype=dtype, device="cuda")
+    given = a.to(dtype).cuda(), b.to(dtype).cuda()
+    launch(f"multiply_pairs<{bf16}>", (*given, out, ctypes.c_int(count)), 256, blocks=count // 256)
+    if bf16 == "false":
+        assert_same_values(out[0], a * b)
+    assert_same_values(out[1], a * b[:, :1])
+    assert_same_values(out[2], a * b[:, 1:])
+
+
+@pytest.mark.gpu
+def test_scales_widen_exactly():
+    scales = e4m3(torch.arange(256))
+    out = torch.full((256,), -1.0, dtype=torch.bfloat16, device="cuda")
+    at = (scales.half().cuda(), out, ctypes.c_float(2.0**118), ctypes.c_int(128))
+    launch("widen_halves", at, 128)
+    assert_same_values(out, scales * 2.0**118)
+
+
+@pytest.mark.gpu
+def test_activations_expand_in_the_order_of_weights(generator):
+    """Even positions of each 32, then odd ones. Codes: each with each scale."""
+    scales = torch.arange(128).repeat_interleave(16)
+    codes = (torch.arange(32) + torch.arange(16).repeat(128)[:, None]) % 16
+    codes = codes[:, torch.randperm(32, generator=generator)]
+    packed = (codes[:, 0::2] | codes[:, 1::2] << 4).byte()
+    order = torch.cat([torch.arange(0, 32, 2), torch.arange(1, 32, 2)])
+    out = torch.full((2048, 32), -1.0, dtype=torch.float16, device="cuda")
+    units = ctypes.c_int(4 * 2048)
+    given = packed.cuda(), scales.byte().cuda()
+    launch("expand_units<false>", (*given, out, units), 256, blocks=32)
+    want = (E2M1[codes].double() * e4m3(scales)[:, None])[:, order]
+    assert_same_values(out, want)
+    x = torch.randint(-(2**15), 2**15, (2048, 32), generator=generator).short().view(torch.bfloat16)
+    out = torch.full((2048, 32), -1.0, dtype=torch.bfloat16, device="cuda")
+    launch("expand_units<true>", (x.cuda(), ctypes.c_void_p(0), out, units), 256, blocks=32)
+    fours = x[:, order].view(2048, 8, 4)
+    spoilt = ~fours.isfinite().all(-1, keepdim=True)
+    assert 100 < int(spoilt.sum()) < 8000
+    assert_same_values(out.view(2048, 8, 4), fours.double().masked_fill(spoilt, torch.nan))

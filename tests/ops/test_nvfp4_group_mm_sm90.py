@@ -76,7 +76,7 @@ def test_addresses_that_bulk_copies_cannot_read(name):
 def test_parameters_lie_as_the_kernel_reads_them(tmp_path):
     source = jit._PACKAGE / "ops/nvfp4_group_mm/sm90.cu"
     assert fields_of("Problem", source.read_text()) == sizes_of(sm90._Problem)
-    rows = (source.parent / "nvfp4.cuh").read_text()
+    rows = (jit.INCLUDE / "nvfp4.cuh").read_text()
     assert fields_of("Rows", rows) == sizes_of(sm90._Rows)
     (tmp_path / "nvfp4.cuh").write_text(rows)
     text = [f'#include "{source}"']
