@@ -235,7 +235,7 @@ __global__ void __launch_bounds__(32) exchange(float* to, int rounds) {
       float* at = to + ((blockIdx.x * rounds + round) * CLUSTER + from) * 128 + 4 * threadIdx.x;
       at[0] = read.x, at[1] = read.y, at[2] = read.z, at[3] = read.w;
     }
-    cluster_sync();
+    cluster_leave();  // what a CTA reads it has before the others write again
   }
 }
 

@@ -203,5 +203,5 @@ __global__ void __launch_bounds__(192)
     if constexpr (EPILOGUE & kBias) load_biases(p, column, bias);
     finish<EPILOGUE>(p, sum, alpha, bias, first_token + token, column);
   }
-  if constexpr (CLUSTER > 1) cluster_sync();  // the others may still read the totals here
+  if constexpr (CLUSTER > 1) cluster_leave();  // the others may still read the totals here
 }

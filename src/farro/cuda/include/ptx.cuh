@@ -171,6 +171,12 @@ __device__ __forceinline__ void mbarrier_arrive_remote(u32 remote) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(remote) : "memory");
 }
 
+// Before a CTA leaves whose memory others read: they have used what they read.
+__device__ __forceinline__ void cluster_leave() {
+  cluster_arrive_relaxed();
+  cluster_wait();
+}
+
 // The address of `smem` in CTA `rank` of the cluster.
 __device__ __forceinline__ u32 map_to_rank(u32 smem, u32 rank) {
   u32 remote;

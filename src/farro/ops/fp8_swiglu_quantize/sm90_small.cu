@@ -210,5 +210,5 @@ __global__ void __launch_bounds__(kThreads)
       }
     }
   }
-  cluster_sync();  // the others may still read the totals here
+  cluster_leave();  // the others may still read the totals here
 }
