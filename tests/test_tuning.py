@@ -181,6 +181,9 @@ def test_a_close_row_then_models_then_the_nearest_row() -> None:
     assert chosen(1300, multiprocessors=32) == 2
     assert chosen(1300, legal=lambda config: config["value"] != 3) == 2
     assert chosen(512, rows[:1]) == 1  # no model
+    for m, near in ((512, False), (1200, True)):  # a heuristic is asked before a far row
+        found = tuning.chosen(rows[:1], EXACT, _sized(m), 8, far=False)
+        assert (found is not None) == near
     assert chosen(512, legal=lambda config: config["value"] == 1) == 1  # none that is legal
     few = ({**EXACT, **_row(16, 4)}, *rows)
     assert chosen(64, few) == chosen(1, few) == 4  # few rows: bytes, not rounds

@@ -49,8 +49,9 @@ NATIVE = (
 )
 FP8 = (  # with their sums: promoted, fast or scaled
     (Fp8Config("large", 256, 96, 3), (False, True, None)),
-    (Fp8Config("large", 128, 128, 5), (False, True, None)),
+    (Fp8Config("large", 128, 144, 5), (False, True, None)),
     (Fp8Config("large", 128, 192, 5), (False,)),
+    (Fp8Config("large", 128, 192, 4, lag=True), (None,)),
     (Fp8Config("large", 128, 256, 3), (True,)),
     (Fp8Config("small", 8, 64, 4, 8), (False, True, None)),
     (Fp8Config("small", 32, 64, 4), (False, None)),
@@ -187,13 +188,14 @@ def native_fp8():
     for turn, (config, kinds) in enumerate(FP8):
         m = 300 if config.policy == "large" else 20
         for sums in kinds:
-            runs += fp8_product(config, m, 208, 1168, sums, turn)
+            runs += fp8_product(config, m, 208 + 16 * (turn % 2), 1168, sums, turn)
     for turn, config in enumerate(SWIGLU):
         m = 150 if config.policy == "large" else 20
         runs += fp8_swiglu_quantize(config, m, 208, 1168, turn)
     # more tiles than SMs, so that the rings go on from tile to tile
     for sums in (False, True, None):
         runs += fp8_product(FP8[1][0], 2000, 1296, 400, sums, 1)
+    runs += fp8_product(FP8[3][0], 2000, 1824, 784, None, 1)  # and long enough to lag
     return runs + fp8_swiglu_quantize(SWIGLU[0], 2000, 1296, 400, 1)
 
 

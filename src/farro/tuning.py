@@ -166,16 +166,20 @@ def chosen(
     sizes: Mapping[str, int],
     multiprocessors: int,
     legal: Callable[[dict[str, Any]], bool] = lambda config: True,
+    far: bool = True,
 ) -> dict[str, Any] | None:
     """The table's configuration for a product of m x n x k, or None where it has none.
 
-    Few rows: the nearest row's. Many: a row that is close, else the models', else the nearest's.
+    Few rows: the nearest row's. Many: a row that is close, else the models', else, unless `far` is
+    False (a heuristic knows more), the nearest's.
     """
     near = _nearest(rows, exact, sizes, legal)
     if sizes["m"] > FEW_ROWS and (near is None or near[0] > _CLOSE):
         model = fastest(rows, exact, sizes, multiprocessors, legal)
         if model is not None:
             return model[0]
+        if not far:
+            return None
     return None if near is None else near[1]
 
 

@@ -18,7 +18,7 @@ from farro.cuda.launch import Launch, kernel_function
 from farro.testing import FP8_PROMOTED_SUM, assert_bit_equal, assert_close_to_exact
 
 SOURCE = str(Path(__file__).with_name("headers.cu"))
-WIDTHS = {"int": (8, 16, 32, 64, 96, 112, 128), "float": (8, 64, 96, 192, 256)}
+WIDTHS = {"int": (8, 16, 32, 64, 96, 112, 128), "float": (8, 64, 80, 96, 144, 160, 192, 256)}
 PRODUCTS = [
     (kind, n, more) for kind, widths in WIDTHS.items() for n in widths for more in (False, True)
 ]
@@ -145,27 +145,27 @@ def test_tma_box_swizzle_and_zeros_outside(pitch, box, generator):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("box", (16, 96, 256))
-def test_tma_box_of_groups(box, generator):
-    """Rows in the order that encode_groups tells, each group of 16 by itself; zeros outside."""
-    rows, columns, pitch = 176, 208, 224
+@pytest.mark.parametrize("box, size", [(16, 16), (96, 16), (256, 16), (96, 32), (256, 32)])
+def test_tma_box_of_groups(box, size, generator):
+    """Rows in the order that encode_groups tells, each group by itself; zeros outside."""
+    rows, columns, pitch = 11 * size, 208, 224
     memory = torch.full((rows + 2, pitch), 0x5B, dtype=torch.uint8)
     memory[1:-1, :columns] = torch.randint(0, 256, (rows, columns), generator=generator).byte()
     there = memory.cuda()
-    given = (there[1].data_ptr(), rows, columns, pitch, box // 16, 128)
+    given = (there[1].data_ptr(), rows, columns, pitch, box // size, 128, size)
     described = tensor_map.encode_groups(*given)
     wide = torch.zeros(rows + 512, columns + 512, dtype=torch.uint8)
     wide[:rows, :columns] = memory[1:-1, :columns]
     row, column = torch.arange(box)[:, None], torch.arange(128)[None]
-    q, j, i = row % 16 // 4, row % 4 // 2, row % 2
-    lies = row // 16 * 16 + 8 * j + 2 * q + i
+    q, j, i = row % size // (size // 4), row % (size // 4) // 2, row % 2
+    lies = row // size * size + 8 * j + 2 * q + i
     place = lies * 128 + (column // 16 ^ lies % 8) * 16 + column % 16
     for x, group in ((0, 0), (128, 0), (16, 3), (0, 10), (256, 0), (0, 11), (192, 1)):
         out = torch.full((box * 128,), 0xAA, dtype=torch.uint8, device="cuda")
         at = (ctypes.c_int(x), ctypes.c_int(group))
         launch(f"load_box<{box}, true>", (described, out, *at), 128, shared=box * 128 + 2048)
         got = out.cpu()[place.flatten()].view(box, 128)
-        want = wide[16 * group : 16 * group + box, x : x + 128]
+        want = wide[size * group : size * group + box, x : x + 128]
         assert torch.equal(got, want), f"box at column {x}, group {group}"
 
 

@@ -34,26 +34,30 @@ GELU_SLOPE = 1.13  # the steepest of GELU
 
 
 def shapes(kind: Kind) -> list[Config]:
-    """Of each tile and cluster the configuration with the shallowest ring."""
+    """Of each kernel the configuration with the shallowest ring."""
     found: dict[Any, Config] = {}
     for c in configs.configs(kind, 1):
-        found.setdefault((c.policy, c.tile, c.cluster), replace(c, raster=4))
+        found.setdefault(_but_its_ring(c), replace(c, raster=4))
     return list(found.values())
+
+
+def _but_its_ring(c: Config) -> tuple[Any, ...]:
+    return c.policy, c.tile, c.cluster, c.lag
 
 
 def depths(kind: Kind) -> list[Config]:
     """Every ring of some()."""
-    tiles = [(c.policy, c.tile, c.cluster) for c in some(kind)]
+    wanted = [_but_its_ring(c) for c in some(kind)]
     legal = (c for c in configs.configs(kind, 1) if c.raster == 8)
-    return [c for c in legal if (c.policy, c.tile, c.cluster) in tiles]
+    return [c for c in legal if _but_its_ring(c) in wanted]
 
 
 def some(kind: Kind) -> list[Config]:
     """A few that differ in all that a kernel branches on."""
-    columns = 192 if kind.fast else 96
     return [
-        Config("large", 256, columns, 3, raster=4),
-        Config("large", 128, 128, 5, raster=4),
+        Config("large", 256, 96, 3, raster=4),
+        Config("large", 128, 256 if kind.fast else 144, 3, raster=4),
+        Config("large", 128, 192, 4, raster=4, lag=kind.scaled),
         Config("small", 16, 64, 6),
         Config("small", 64, 64, 4, 4),
     ]

@@ -86,7 +86,7 @@ def test_the_tuned_table_tells_how_sums_are_made(monkeypatch, tmp_path):
     near = {"backend": "cuda", "m": 1000, "n": 4096, "k": 4096}
     rows = [
         {**near, "fast_accum": True, "config": wide.as_dict()},
-        {**near, "fast_accum": False, "m": 2000, "config": plain.as_dict()},
+        {**near, "fast_accum": False, "m": 1100, "config": plain.as_dict()},
         {**near, "fast_accum": False, "config": wide.as_dict()},  # not legal
         {**near, "m": 999, "config": plain.as_dict()},  # of another version: it tells neither
     ]
@@ -161,7 +161,14 @@ def test_nothing_to_write_needs_no_kernel(monkeypatch):
 
 def test_tiles_that_only_fast_sums_have():
     """Promoted ones would need another accumulator."""
-    for config in (Config("large", 256, 192, 3), Config("large", 128, 256, 4)):
+    for config in (Config("large", 128, 256, 3), Config("large", 128, 256, 4)):
         assert configs.refuses(config, Kind(False, True)) is None
         assert "registers" in configs.refuses(config, Kind(False))
         assert isinstance(configs.refuses(config, Kind(True)), str)
+
+
+def test_only_scaled_sums_lag():
+    lagging = Config("large", 128, 192, 5, lag=True)
+    assert configs.refuses(lagging, Kind(True)) is None
+    assert "lags" in configs.refuses(lagging, Kind(False))
+    assert "lags" in configs.refuses(lagging, Kind(False, True))

@@ -30,15 +30,21 @@ CHOICES = (1, 8, 9, 17, 33, 64, 65, 129, 256, 257, 1100)  # rows, to 1008 x 2576
 def compiled():
     skip_without_it()
     device = arch_of(torch.device("cuda", torch.cuda.current_device())).device
-    wanted = [gemm.kernel_name(config, kind) for kind in KINDS.values() for config in some(kind)]
+    wanted = [
+        gemm.kernel_name(config, kind, n)
+        for kind in KINDS.values()
+        for config in some(kind)
+        for n in (16, 32)
+    ]
     for kind in (PROMOTED, FAST):
-        wanted += [gemm.kernel_name(config, kind) for config in sm90.VARIANTS.values()]
+        wanted += [gemm.kernel_name(config, kind, 16) for config in sm90.VARIANTS.values()]
         chosen = {
             sm90.config(problem_of(m, 1008, 2576, "none", kind.fast, device)) for m in CHOICES
         }
         for epilogue in EPILOGUES["fast"]:
             of_epilogue = dataclasses.replace(kind, epilogue=epilogue)
-            wanted += [gemm.kernel_name(config, of_epilogue) for config in (*some(kind), *chosen)]
+            for config in (*some(kind), *chosen):
+                wanted += [gemm.kernel_name(config, of_epilogue, n) for n in (16, 32)]
     compile_all(wanted)
 
 

@@ -110,7 +110,7 @@ def test_parameters_and_maps(driver):
         tokens = (x.data_ptr(), m, k, k, config.rows, 128)
         rows = (weight.data_ptr(), n, k, k)
         if config is LARGE:
-            assert maps == [tokens, ("groups", *rows, config.columns // 16, 128)]
+            assert maps == [tokens, ("groups", *rows, config.columns // 16, 128, 16)]
         else:
             assert maps == [(*rows, config.columns, 128), tokens]
         assert (p.bias, p.residual, p.out) == tuple(t.data_ptr() for t in (bias, residual, out))
@@ -119,7 +119,7 @@ def test_parameters_and_maps(driver):
         assert (p.m, p.n, p.k, p.bias_kind, p.bias_stride) == (m, n, k, 3, 3)
         assert launch.threads == 32 * config.warps and launch.cluster == config.cluster
         assert launch.shared == configs.shared_bytes(config, False)
-        source, name = gemm.kernel_name(config, kind)
+        source, name = gemm.kernel_name(config, kind, n)
         assert launch.function == (source, name, "sm_90a", -1, launch.shared)
     assert launch.grid == (4 * 2, 19, 1)
     scales = {"input_scale": matrix(m, 9, (2, 700)), "weight_scale": matrix(2, 9, (1, 5))}
@@ -132,6 +132,12 @@ def test_parameters_and_maps(driver):
     assert not p.bias and p.bias_kind == 0 and not p.residual and p.alpha == 1.0
     wide, *_ = prepared(LARGE, PROMOTED, 8192, 4096, 64, matrix(8192, 4096, dtype=BF16))
     assert wide.grid == (132, 1, 1)
+    assert wide.parameters[1][-3:] == (3, 128, 32)  # N % 32 == 0: groups of 32 columns
+    narrow = Config("large", 256, 80, 4)
+    odd, *_ = prepared(narrow, PROMOTED, 300, 4096, 64, matrix(300, 4096, dtype=BF16))
+    assert odd.parameters[1][-3:] == (5, 128, 16)
+    for launch, config, columns in ((wide, LARGE, 4096), (odd, narrow, 4096)):
+        assert launch.function[:2] == gemm.kernel_name(config, PROMOTED, columns)
 
 
 def test_alpha_on_the_device_and_off_it(driver):
@@ -272,7 +278,8 @@ def test_parameters_lie_as_the_kernel_reads_them(policy, tmp_path):
 
 
 LARGE_FACTS = """
-static_assert(L::bytes == %d && L::full %% 8 == 0 && L::b %% 1024 == 0 && L::b_bytes %% 1024 == 0);
+static_assert(L::bytes == %d && L::begun + 8 == L::bytes && L::full %% 8 == 0);
+static_assert(L::b %% 1024 == 0 && L::b_bytes %% 1024 == 0);
 static_assert(L::scales %% 16 == 0 && L::scale_floats %% 4 == 0, "16-byte copies of scales");
 static_assert(kScaleStages == %d && kScaleBlocks == %d);
 """

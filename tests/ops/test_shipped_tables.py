@@ -10,6 +10,7 @@ import torch
 
 from farro import tuning
 from farro.arch import arch_named
+from farro.cuda.fp8 import configs as fp8
 from farro.ops.int8_gemm import KERNELS, sm90, triton, triton_configs
 from farro.problem import Problem, TensorSpec
 
@@ -49,6 +50,16 @@ def test_no_row_is_lost_in_reading(path):
     assert (content["operator"], content["device"]) == (path.parts[-3], path.stem)
     assert {"date", "versions", "commit"} <= content["about"].keys()
     assert len(tuning.table(path.parts[-3], path.stem)) == len(content["rows"]) > 0
+
+
+@pytest.mark.parametrize("operator", ("fp8_linear", "fp8_blockwise_linear"))
+def test_every_row_of_the_fp8_products_is_legal(operator):
+    for row in tuning.table(operator, "nvidia_h200"):
+        kind = fp8.Kind(operator == "fp8_blockwise_linear", row.get("fast_accum", False))
+        config = fp8.Config(**row["config"])
+        assert row["backend"] == "cuda" and config.as_dict() == row["config"], row
+        assert fp8.refuses(config, kind, row.get("m", 1)) is None, row
+        assert "model" in row or row["us"] > 0, row
 
 
 @pytest.mark.parametrize("path", INT8, ids=lambda p: p.stem)

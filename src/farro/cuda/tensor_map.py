@@ -24,16 +24,22 @@ def encode(
 
 @functools.lru_cache(maxsize=4096)
 def encode_groups(
-    address: int, rows: int, columns: int, row_bytes: int, box_groups: int, box_columns: int
+    address: int,
+    rows: int,
+    columns: int,
+    row_bytes: int,
+    box_groups: int,
+    box_columns: int,
+    group: int = 16,
 ) -> Any:
-    """As encode, of boxes of 16 * box_groups rows in another order; rows are a multiple of 16.
+    """As encode, of boxes of groups of 16 or 32 rows in another order; rows are whole groups.
 
-    Row 16 g + 4 q + 2 j + i lies at 16 g + 8 j + 2 q + i of its box, i and j 0 or 1: wgmma gives
-    lane q of a quad columns 8 j + 2 q + i of a tile, and these are then four neighbours.
+    Of group g, row (group / 4) q + 2 j + i lies at 8 j + 2 q + i, i being 0 or 1, q 0 to 3: wgmma
+    gives lane q of a quad columns 8 j + 2 q + i of a tile, and these are then neighbours.
     """
-    sizes = (columns, 2, 4, 2, rows // 16)
-    steps = tuple(row_bytes * step for step in (1, 4, 2, 16))
-    return _encode(address, sizes, steps, (box_columns, 2, 4, 2, box_groups))
+    sizes = (columns, 2, 4, group // 8, rows // group)
+    steps = tuple(row_bytes * step for step in (1, group // 4, 2, group))
+    return _encode(address, sizes, steps, (box_columns, 2, 4, group // 8, box_groups))
 
 
 def _encode(

@@ -6,6 +6,7 @@ gemm.py launches them.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -21,7 +22,8 @@ SCALE_STAGES, SCALE_BLOCKS = 3, 4  # of kernels for many rows
 _LONGEST = 2**31 - 2**10  # a row's index plus a tile stays an int
 _LARGEST_GRID_Y = 65535
 # rows of a tile -> columns
-_LARGE = {256: (64, 96, 128, 192), 128: (64, 96, 128, 192, 256)}
+_LARGE = {256: (64, 80, 96, 112, 128), 128: (64, 80, 96, 112, 128, 144, 160, 192, 256)}
+_LAGGING = (160, 192)  # columns of tiles of 128 rows whose second warpgroup may start later
 _MOST_STAGES = 8  # of kernels for many rows; deeper rings never won
 _SMALL = (8, 16, 32, 64, 128)  # tokens of a tile, beside 64 weight rows
 _CLUSTERS = (1, 2, 4, 8)
@@ -38,6 +40,7 @@ class Config:
     stages: int
     cluster: int = 1  # small: CTAs that share K
     raster: int = 8  # large: row tiles visited together
+    lag: bool = False  # large: the second warpgroup is two blocks of K behind the first
 
     @property
     def tile(self) -> tuple[int, int]:
@@ -46,7 +49,8 @@ class Config:
     @property
     def name(self) -> str:
         split = f", K in {self.cluster}" if self.cluster > 1 else ""
-        return f"sm90 {self.policy} {self.rows}x{self.columns}{split}"
+        lag = ", lagging" if self.lag else ""
+        return f"sm90 {self.policy} {self.rows}x{self.columns}{split}{lag}"
 
     @property
     def warps(self) -> int:
@@ -70,7 +74,7 @@ def shared_bytes(config: Config, scaled: bool) -> int:
     data = config.stages * (config.rows + config.columns) * DEPTH
     if config.policy == "large":
         scales = SCALE_STAGES * SCALE_BLOCKS * (config.rows + 2) * 4 if scaled else 0
-        return data + scales + 16 * (config.stages + SCALE_STAGES) + _ALIGNMENT
+        return data + scales + 16 * (config.stages + SCALE_STAGES) + 8 + _ALIGNMENT
     scales = (config.rows + 4) * 4 if scaled else 0
     return data + config.stages * (scales + 16) + _ALIGNMENT
 
@@ -81,12 +85,16 @@ def refuses(config: Config, kind: Kind, m: int = 1) -> str | None:
     sizes = (c.rows, c.columns, c.stages, c.cluster, c.raster)
     if any(type(size) is not int or size < 1 for size in sizes) or c.stages < 3:
         return "sizes are positive ints, and a ring has three stages at the least"
+    if type(c.lag) is not bool:
+        return "lag is True or False"
     if shared_bytes(c, kind.scaled) > SHARED_LIMIT:
         return f"{shared_bytes(c, kind.scaled)} bytes of shared memory, the limit is {SHARED_LIMIT}"
     if c.policy == "large":
         return _refuses_large(c, kind)
     if c.policy != "small" or c.rows not in _SMALL or c.columns != 64 or c.cluster not in _CLUSTERS:
         return "no such tile"
+    if c.lag:
+        return "only tiles for many rows have a second warpgroup"
     if c.rows * (64 + 4) * 4 > c.stages * (c.rows + 64) * DEPTH:
         return "the totals do not fit where the operands were"
     return None if m <= _LARGEST_GRID_Y * c.rows else f"more than {_LARGEST_GRID_Y} tiles of tokens"
@@ -95,24 +103,23 @@ def refuses(config: Config, kind: Kind, m: int = 1) -> str | None:
 def _refuses_large(c: Config, kind: Kind) -> str | None:
     if c.columns not in _LARGE.get(c.rows, ()) or c.cluster != 1 or c.raster > 64:
         return "no such tile"
-    if kind.scaled and c.columns > 128:
+    if kind.scaled and c.columns > DEPTH + math.gcd(DEPTH, c.columns):
         return "a tile has the scales of two blocks of columns at the most"
+    if c.lag and (not kind.scaled or c.rows != 128 or c.columns not in _LAGGING):
+        return "no such tile lags"
     # FP32 registers a thread: totals, and one wave's partial sums
     waves = c.rows // 128
     sums = c.columns // 2 * (waves if kind.fast else waves + 1)
-    if sums > 192:
-        return f"{sums} registers of sums would spill"
-    if waves == 1 and not kind.fast and not kind.scaled and c.stages < 5:
-        return "two units of two stages, and one to fill, need five"
-    return None
+    return f"{sums} registers of sums would spill" if sums > 192 else None
 
 
 def configs(kind: Kind, m: int) -> Iterator[Config]:
     """Every legal configuration."""
     large = (
-        Config("large", rows, columns, stages, raster=raster)
+        Config("large", rows, columns, stages, raster=raster, lag=lag)
         for rows, widths in _LARGE.items()
         for columns in widths
+        for lag in (False, True)
         for stages in range(3, _MOST_STAGES + 1)
         for raster in (4, 8, 16)
     )
@@ -131,6 +138,8 @@ def candidates(kind: Kind, m: int, n: int, k: int) -> list[Config]:
     def plausible(c: Config) -> bool:
         if c.policy == "large":
             return m > 64 and _deepest(c, kind) and (m > 1024 or c.raster == 8)
+        if m > 64 and c.stages not in (6, 8, 12):
+            return False
         fits = m > c.rows // 2 or c.rows == min(_SMALL)
         tiles = -(-m // c.rows) * -(-n // 64)
         useful = c.cluster == 1 or (tiles * c.cluster <= 300 and k >= 2 * c.cluster * DEPTH)
@@ -146,21 +155,30 @@ def _deepest(c: Config, kind: Kind) -> bool:
 @functools.lru_cache(maxsize=64)
 def _tried(kind: Kind) -> tuple[Config, ...]:
     """Each tile for many rows, with its deepest ring."""
-    found = (c for c in configs(kind, 1) if c.policy == "large" and c.raster == 8)
+    found = (c for c in configs(kind, 1) if c.policy == "large" and c.raster == 8 and not c.lag)
     return tuple(c for c in found if _deepest(c, kind))
+
+
+def _cycles(c: Config, kind: Kind, m: int, n: int, k: int, multiprocessors: int) -> float:
+    """About what a tile for many rows takes: fitted to some 60 times on an H200, most to 5 %.
+
+    A block of K takes as long as the tensor cores do, or as its operands take to be read from and
+    written to shared memory, and a while for promotion; a tile has a start and an end.
+    """
+    rounds = -(-(-(-m // c.rows) * -(-n // c.columns)) // multiprocessors)
+    waves = c.rows // 64
+    products, operands = waves * 2 * c.columns, waves * (64 + c.columns) + c.rows + c.columns
+    block = 1.05 * max(products, operands) + (0 if kind.fast else 20 * waves)
+    return rounds * (2000 + c.rows * c.columns / 50 + -(-k // DEPTH) * block)
 
 
 def heuristic(kind: Kind, m: int, n: int, k: int, multiprocessors: int = 132) -> Config:
     """A legal configuration for any problem, where no table has one."""
     if m > 64:
-
-        def cost(c: Config) -> float:  # rounds of tiles; wide tiles are used better
-            tiles = -(-m // c.rows) * -(-n // c.columns)
-            return -(-tiles // multiprocessors) * (c.rows + 64) * (c.columns + 32)
-
-        best = min(_tried(kind), key=cost)
+        best = min(_tried(kind), key=lambda c: _cycles(c, kind, m, n, k, multiprocessors))
         if m > 256 or -(-m // best.rows) * -(-n // best.columns) * 2 > multiprocessors:
-            return best
+            lagging = replace(best, lag=True)  # pays where tiles are short
+            return lagging if k <= 4096 and refuses(lagging, kind) is None else best
     tokens = next((t for t in (8, 16, 32, 64) if m <= t), 64)
     tiles = -(-m // tokens) * -(-n // 64)
     cluster = 1
@@ -188,7 +206,7 @@ def tuned(problem: Problem, kind: Kind, exact: Mapping[str, Any]) -> Config:
         return legal(values) and _in_one_round(Config(**values), kind, m, n, count)
 
     found = chosen(*arguments, at_once) if m <= FEW_ROWS else None
-    found = found or chosen(*arguments, legal)
+    found = found or chosen(*arguments, legal, far=False)
     return heuristic(kind, m, n, k, count) if found is None else Config(**found)
 
 

@@ -48,11 +48,17 @@ class _Parameters(ctypes.Structure):
     )
 
 
-def kernel_name(config: Config, kind: Kind) -> tuple[str, str]:
-    """Source file and name expression."""
+def _group(config: Config, n: int) -> int:
+    """Columns of a tile for many rows in which each lane's are neighbours: it needs whole ones."""
+    return 32 if config.columns % 32 == 0 and n % 32 == 0 else 16
+
+
+def kernel_name(config: Config, kind: Kind, n: int = 32) -> tuple[str, str]:
+    """Source file and name expression; of N = `n` only matters whether it is a multiple of 32."""
     flags = f"{kind.epilogue}, {str(kind.scaled).lower()}, {str(kind.fast).lower()}"
     if config.policy == "large":
-        tile = f"{config.columns}, {config.rows // 128}, {config.stages}"
+        tile = f"{config.columns}, {config.rows // 128}, {config.stages}, {_group(config, n)}"
+        tile += f", {str(config.lag).lower()}"
         return "cuda/fp8/large.cu", f"fp8_large<{flags}, {tile}>"
     tile = f"{config.rows}, {config.stages}, {config.cluster}"
     return "cuda/fp8/small.cu", f"fp8_small<{flags}, {tile}>"
@@ -128,7 +134,7 @@ def prepare(
     """The launch for these addresses; M, N and K are not 0. `more` as `parameters` takes it."""
     (m, _), n = x.shape, weight.shape[0]
     device = x.get_device()
-    source, name = kernel_name(config, kind)
+    source, name = kernel_name(config, kind, n)
     size = shared_bytes(config, kind.scaled)
     function = kernel_function(source, name, "sm_90a", device, size)
     problem = parameters(x, weight, out, raster=config.raster, **more)
@@ -145,8 +151,9 @@ def _maps(config: Config, x: torch.Tensor, weight: torch.Tensor) -> tuple[Any, A
     pitches = [t.stride(0) if t.shape[0] > 1 else k for t in (x, weight)]
     tokens = tensor_map.encode(x.data_ptr(), m, k, pitches[0], config.rows, DEPTH)
     if config.policy == "large":
-        groups = config.columns // 16
-        return tokens, tensor_map.encode_groups(weight.data_ptr(), n, k, pitches[1], groups, DEPTH)
+        group = _group(config, n)
+        box = (config.columns // group, DEPTH, group)
+        return tokens, tensor_map.encode_groups(weight.data_ptr(), n, k, pitches[1], *box)
     return tensor_map.encode(weight.data_ptr(), n, k, pitches[1], config.columns, DEPTH), tokens
 
 

@@ -1,13 +1,16 @@
 // FP8 E4M3 products on SM90a for many rows: persistent, warp-specialised.
 //
 // A CTA owns a tile of 128 * WAVES x COLUMNS outputs at a time. One warp streams boxes of 128 bytes of
-// K by TMA, with SCALED a second one the scales of the input's rows; two consumer warpgroups compute
-// WAVES times 64 rows each. FAST: the tensor cores add everything. Else partial
-// sums of UNIT blocks of K are promoted to FP32 totals, one wave at a time through one accumulator,
-// while the other warpgroup multiplies.
+// K by TMA, with SCALED a second one the scales; two consumer warpgroups compute WAVES times 64 rows
+// each. FAST: the tensor cores add everything. Else partial sums of kUnit blocks of K are promoted to
+// FP32 totals, one wave at a time through one accumulator, while the other warpgroup multiplies.
 //
-// The box of the weight brings its rows in another order, in groups of 16: so each lane's accumulators
-// are four neighbouring columns of the output, and leave as 8 bytes with no exchange between lanes.
+// LAG: the second warpgroup starts each tile two blocks of K after the first, so that one stores its
+// results while the other multiplies.
+//
+// The box of the weight brings its rows in another order, in groups of GROUP: so each lane's
+// accumulators are GROUP / 4 neighbouring columns of the output, and leave as 16 or 8 bytes with no
+// exchange between lanes.
 #include "fp8_problem.cuh"
 #include "fp8_scales.cuh"
 #include "tiles.cuh"
@@ -16,6 +19,7 @@
 using namespace farro;
 
 constexpr int kConsumers = 2;  // warpgroups that multiply
+constexpr int kLag = 2;        // blocks of K
 
 template <int ROWS, int COLUMNS, int STAGES, bool SCALED>
 struct Shared {
@@ -28,10 +32,11 @@ struct Shared {
   static constexpr int empty = full + 8 * STAGES;
   static constexpr int scale_full = empty + 8 * STAGES;
   static constexpr int scale_empty = scale_full + 8 * kScaleStages;
-  static constexpr int bytes = scale_empty + 8 * kScaleStages;
+  static constexpr int begun = scale_empty + 8 * kScaleStages;  // the first warpgroup is kLag ahead
+  static constexpr int bytes = begun + 8;
 };
 
-// The weight's: the two blocks of 128 rows that a tile of at most 128 columns may lie in.
+// The weight's: of the two blocks of 128 rows that a tile's columns may lie in.
 __device__ __forceinline__ void load_column_scales(const Problem& p, u32 to, int first, int block,
                                                    int blocks, int lane) {
   const int j = lane / 2, row = first / kDepth + lane % 2;
@@ -43,32 +48,69 @@ __device__ __forceinline__ void load_column_scales(const Problem& p, u32 to, int
                 valid);
 }
 
-// One wave of 64 rows: pairs of pieces hold four neighbouring columns of this lane each.
-template <int EPILOGUE, int COLUMNS>
+__device__ __forceinline__ u64 descriptor_of(u32 low) {
+  return static_cast<u64>(0x40000040) << 32 | low;
+}
+
+// One wave of 64 rows: a lane's GROUP / 4 neighbouring columns of each group, of two rows.
+template <int EPILOGUE, bool SCALED, int COLUMNS, int GROUP>
 __device__ __forceinline__ void store_wave(const Problem& p, const float (&total)[COLUMNS / 2],
                                            float alpha, int row, int first_column, int lane) {
+  constexpr int COUNT = GROUP / 4;
+  const int lane_column = first_column + COUNT * (lane % 4);
+  if (EPILOGUE == 0 && p.out_vector) {
+    BFloat16* low = p.out + row * p.out_row + lane_column;
+    BFloat16* high = low + 8 * p.out_row;
+    const bool low_valid = row < p.m, high_valid = row + 8 < p.m;
 #pragma unroll
-  for (int j = 0; j < COLUMNS / 16; ++j) {
-    const int column = first_column + 16 * j + 4 * (lane % 4);
+    for (int g = 0; g < COLUMNS / GROUP; ++g) {
+      if (first_column + GROUP * g >= p.n) break;
+      const float* s = total + GROUP / 2 * g;
+      u32 a[COUNT / 2], b[COUNT / 2];
+#pragma unroll
+      for (int j = 0; j < COUNT / 2; ++j) {
+        float v[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) v[i] = SCALED ? s[4 * j + i] : __fmul_rn(alpha, s[4 * j + i]);
+        a[j] = pack2(v[0], v[1], BFloat16{});
+        b[j] = pack2(v[2], v[3], BFloat16{});
+      }
+      if constexpr (COUNT == 8) {
+        if (low_valid) *reinterpret_cast<uint4*>(low + GROUP * g) = *reinterpret_cast<uint4*>(a);
+        if (high_valid) *reinterpret_cast<uint4*>(high + GROUP * g) = *reinterpret_cast<uint4*>(b);
+      } else {
+        if (low_valid) *reinterpret_cast<uint2*>(low + GROUP * g) = *reinterpret_cast<uint2*>(a);
+        if (high_valid) *reinterpret_cast<uint2*>(high + GROUP * g) = *reinterpret_cast<uint2*>(b);
+      }
+    }
+    return;
+  }
+#pragma unroll
+  for (int g = 0; g < COLUMNS / GROUP; ++g) {
+    const int column = lane_column + GROUP * g;
     if (column >= p.n) break;
-    float bias[4] = {};
+    float bias[COUNT] = {}, low[COUNT], high[COUNT];
     if constexpr (EPILOGUE & kBias) load_biases(p, column, bias);
-    const float* s = total + 8 * j;
-    const float low[4] = {s[0], s[1], s[4], s[5]}, high[4] = {s[2], s[3], s[6], s[7]};
+    const float* s = total + GROUP / 2 * g;
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) low[i] = s[i / 2 * 4 + i % 2], high[i] = s[i / 2 * 4 + i % 2 + 2];
     if (row < p.m) finish<EPILOGUE>(p, low, alpha, bias, row, column);
     if (row + 8 < p.m) finish<EPILOGUE>(p, high, alpha, bias, row + 8, column);
   }
 }
 
-template <int EPILOGUE, bool SCALED, bool FAST, int COLUMNS, int WAVES, int STAGES>
+constexpr int divisor(int a, int b) { return b == 0 ? a : divisor(b, a % b); }
+
+template <int EPILOGUE, bool SCALED, bool FAST, int COLUMNS, int WAVES, int STAGES, int GROUP, bool LAG>
 __global__ void __launch_bounds__(128 + 128 * kConsumers, 1)
     fp8_large(const __grid_constant__ TensorMap map_a, const __grid_constant__ TensorMap map_b,
               const __grid_constant__ Problem p) {
   constexpr int ROWS = 64 * WAVES * kConsumers;
   constexpr int kUnit = SCALED || FAST ? 1 : 2;  // blocks of K between promotions
-  constexpr bool kAhead = !FAST && WAVES == 1 && COLUMNS <= 128;  // else registers are too few
   using S = Shared<ROWS, COLUMNS, STAGES, SCALED>;
-  static_assert(STAGES > (kAhead ? 2 : 1) * kUnit && COLUMNS % 16 == 0 && !(SCALED && (FAST || COLUMNS > 128)));
+  static_assert(STAGES > kUnit && !(SCALED && FAST) && (SCALED || !LAG));
+  static_assert(COLUMNS % GROUP == 0 && (GROUP == 16 || GROUP == 32));
+  static_assert(!SCALED || COLUMNS <= kDepth + divisor(kDepth, COLUMNS), "in two blocks of scales");
   static_assert(S::a_bytes % 1024 == 0 && S::b_bytes % 1024 == 0, "whole atoms of the swizzle");
 
   extern __shared__ __align__(1024) u8 shared[];  // the swizzle counts from multiples of 1024
@@ -89,12 +131,13 @@ __global__ void __launch_bounds__(128 + 128 * kConsumers, 1)
       mbarrier_init(base + S::scale_full + 8 * i, 32);
       mbarrier_init(base + S::scale_empty + 8 * i, 4 * kConsumers);
     }
+    mbarrier_init(base + S::begun, 4);
     fence_mbarrier_init();
   }
   __syncthreads();
 
   if (warpgroup == 0) {
-    give_registers<40>();
+    give_registers<56>();
     const int warp = threadIdx.x / 32;
     if (warp == 0 && lane == 0) {
       Ring<STAGES> ring(1);
@@ -108,7 +151,7 @@ __global__ void __launch_bounds__(128 + 128 * kConsumers, 1)
           tma_load(base + S::a + ring.stage * S::a_bytes, &map_a, block * kDepth, row_tile * ROWS,
                    full);
           tma_load_groups(base + S::b + ring.stage * S::b_bytes, &map_b, block * kDepth,
-                          column_tile * (COLUMNS / 16), full);
+                          column_tile * (COLUMNS / GROUP), full);
           ring.next();
         }
       }
@@ -129,187 +172,170 @@ __global__ void __launch_bounds__(128 + 128 * kConsumers, 1)
       }
       cp_async_wait_all();
     }
-  } else {
-    take_registers<232>();
-    const int consumer = warpgroup - 1, warp = threadIdx.x % 128 / 32;
-    const int wave_row = consumer * 64 * WAVES, lane_row = wave_row + warp * 16 + lane / 4;
-    const u64 first_a = wgmma_descriptor(base + S::a + wave_row * kDepth);
-    const u64 first_b = wgmma_descriptor(base + S::b);
-    const int by_row = p.input_scale_vector == 2 ? 1 : kScaleBlocks;
-    const int by_block = p.input_scale_vector == 2 ? ROWS : 1;
-    const float alpha = SCALED ? 1.0f : alpha_of(p);
-    Ring<STAGES> ring(0);
-    Ring<kScaleStages> scale_ring(0);
-    for (int t = blockIdx.x; t < tiles; t += gridDim.x) {
-      int row_tile, column_tile;
-      tile_at(t, row_tiles, column_tiles, p.raster, row_tile, column_tile);
-      const int first_column = column_tile * COLUMNS;
-      float total[WAVES][COLUMNS / 2];
+    return;
+  }
 
-      if constexpr (FAST) {
-        Ring<STAGES> done = ring;
-        for (int block = 0; block < blocks; ++block) {
-          mbarrier_wait(base + S::full + 8 * ring.stage, ring.parity);
-          wgmma_fence();
-#pragma unroll
-          for (int k = 0; k < kDepth / 32; ++k)
-#pragma unroll
-            for (int w = 0; w < WAVES; ++w)
-              WgmmaFp8<COLUMNS>::run(
-                  total[w], first_a + ring.stage * (S::a_bytes / 16) + w * (64 * kDepth / 16) + 2 * k,
-                  first_b + ring.stage * (S::b_bytes / 16) + 2 * k, block + k > 0);
-          wgmma_commit();
-          ring.next();
-          if (block > 0) {  // the block before has been multiplied
-            wgmma_wait<1>();
-            if (lane == 0) mbarrier_arrive(base + S::empty + 8 * done.stage);
-            done.next();
-          }
-        }
-        wgmma_wait<0>();
-#pragma unroll
-        for (int w = 0; w < WAVES; ++w) wgmma_hold(total[w]);
-        if (lane == 0) mbarrier_arrive(base + S::empty + 8 * done.stage);
-      } else {
-#pragma unroll
-        for (int w = 0; w < WAVES; ++w)
-#pragma unroll
-          for (int i = 0; i < COLUMNS / 2; ++i) total[w][i] = 0.0f;
-        // Columns from here on have the second of the weight's scales (multiples of 16)
-        const int border = (first_column / kDepth + 1) * kDepth - first_column;
-        using Sums = float[COLUMNS / 2];
-        Ring<STAGES> done = ring;
+  take_registers<224>();
+  const int consumer = warpgroup - 1, warp = threadIdx.x % 128 / 32;
+  const int wave_row = consumer * 64 * WAVES, lane_row = wave_row + warp * 16 + lane / 4;
+  // Descriptors are 32-bit additions to these; from one lane to all, so that they stay in uniform
+  // registers
+  const u32 first_a =
+      __shfl_sync(~0u, static_cast<u32>(wgmma_descriptor(base + S::a + wave_row * kDepth)), 0);
+  const u32 first_b = __shfl_sync(~0u, static_cast<u32>(wgmma_descriptor(base + S::b)), 0);
+  const float alpha = SCALED ? 1.0f : alpha_of(p);
+  Ring<STAGES> ring(0);
+  Ring<kScaleStages> scale_ring(0);
 
-        auto wait_for_stage = [&] {
-          mbarrier_wait(base + S::full + 8 * ring.stage, ring.parity);
-        };
-        // One unit of K for a wave, from stages `from` on
-        auto multiply = [&](Sums& partial, int w, Ring<STAGES> from) {
-          wgmma_fence();
-#pragma unroll
-          for (int block = 0; block < kUnit; ++block) {
-            if (block > 0) mbarrier_wait(base + S::full + 8 * from.stage, from.parity);
-            const u64 a = first_a + from.stage * (S::a_bytes / 16) + w * (64 * kDepth / 16);
-            const u64 b = first_b + from.stage * (S::b_bytes / 16);
-#pragma unroll
-            for (int k = 0; k < kDepth / 32; ++k)
-              WgmmaFp8<COLUMNS>::run(partial, a + 2 * k, b + 2 * k, block + k > 0);
-            from.next();
-          }
-          wgmma_commit();
-        };
-        auto skip_unit = [&](Ring<STAGES>& at) {
-#pragma unroll
-          for (int block = 0; block < kUnit; ++block) at.next();
-        };
-        auto give_back = [&] {
-#pragma unroll
-          for (int block = 0; block < kUnit; ++block) {
-            if (lane == 0) mbarrier_arrive(base + S::empty + 8 * done.stage);
-            done.next();
-          }
-        };
-        // Before a unit's sums are added: the scales of `unit` are there
-        auto wait_for_scales = [&](int unit) {
-          if (SCALED && unit % kScaleBlocks == 0)
-            mbarrier_wait(base + S::scale_full + 8 * scale_ring.stage, scale_ring.parity);
-        };
-        auto scales_at = [&](int unit, int w) {
-          const float* scales = reinterpret_cast<const float*>(shared + S::scales) +
-                                scale_ring.stage * S::scale_floats;
-          const int slot = unit % kScaleBlocks;
-          const float* of_rows = scales + slot * by_block + (lane_row + 64 * w) * by_row;
-          const float* of_weight = scales + kScaleBlocks * ROWS + 2 * slot;
-          return make_float4(of_rows[0], of_rows[8 * by_row], of_weight[0], of_weight[1]);
-        };
-        auto add = [&](Sums& partial, int w, float4 scales) {
-          wgmma_hold(partial);
-#pragma unroll
-          for (int j = 0; j < COLUMNS / 8; ++j) {
-            float* sum = total[w] + 4 * j;
-            const float* part = partial + 4 * j;
-            if constexpr (SCALED) {
-              // one block of the weight's scales for all columns where COLUMNS divides 128
-              const float s = 128 % COLUMNS == 0 || 8 * j < border ? scales.z : scales.w;
-              const float low = __fmul_rn(scales.x, s), high = __fmul_rn(scales.y, s);
-              sum[0] = __fmaf_rn(part[0], low, sum[0]);
-              sum[1] = __fmaf_rn(part[1], low, sum[1]);
-              sum[2] = __fmaf_rn(part[2], high, sum[2]);
-              sum[3] = __fmaf_rn(part[3], high, sum[3]);
-            } else {
-#pragma unroll
-              for (int i = 0; i < 4; ++i) sum[i] = __fadd_rn(sum[i], part[i]);
-            }
-          }
-        };
-        auto give_back_scales = [&](int unit) {
-          if (SCALED && (unit % kScaleBlocks == kScaleBlocks - 1 || unit == units - 1)) {
-            __syncwarp();
-            if (lane == 0) mbarrier_arrive(base + S::scale_empty + 8 * scale_ring.stage);
-            scale_ring.next();
-          }
-        };
+  auto wait_for_stage = [&] { mbarrier_wait(base + S::full + 8 * ring.stage, ring.parity); };
+  auto give_back = [&](int stage) {
+    if (lane == 0) mbarrier_arrive(base + S::empty + 8 * stage);
+  };
+  // The first may be as far ahead as there are stages: in shorter tiles it could pass twice
+  const bool lags = LAG && blocks > STAGES + 1;
+  u32 begun = 0;
 
+  for (int t = blockIdx.x; t < tiles; t += gridDim.x) {
+    int row_tile, column_tile;
+    tile_at(t, row_tiles, column_tiles, p.raster, row_tile, column_tile);
+    const int first_column = column_tile * COLUMNS;
+    float total[WAVES][COLUMNS / 2];
+    if (lags && consumer == 1) {
+      mbarrier_wait(base + S::begun, begun);
+      begun ^= 1;
+    }
+
+    if constexpr (FAST) {
+      Ring<STAGES> done = ring;
+      for (int block = 0; block < blocks; ++block) {
         wait_for_stage();
-        if constexpr (kAhead) {
-          // A unit multiplies while the one before is added. Straight lines, peeled at the end: ptxas
-          // serializes wgmma where it loses sight of who waits
-          Sums even, odd;
-          auto start = [&](Sums& partial) {
-            wait_for_stage();
-            multiply(partial, 0, ring);
-            skip_unit(ring);
-          };
-          auto end = [&](Sums& partial, int unit) {
-            give_back();
-            wait_for_scales(unit);
-            add(partial, 0, SCALED ? scales_at(unit, 0) : float4{});
-            give_back_scales(unit);
-          };
-          start(even);
-          int unit = 0;
-          for (; unit + 2 < units; unit += 2) {
-            start(odd);
-            wgmma_wait<1>();
-            end(even, unit);
-            start(even);
-            wgmma_wait<1>();
-            end(odd, unit + 1);
-          }
-          if (unit + 1 < units) {
-            start(odd);
-            wgmma_wait<1>();
-            end(even, unit);
-            wgmma_wait<0>();
-            end(odd, unit + 1);
-          } else {
-            wgmma_wait<0>();
-            end(even, unit);
-          }
-        } else {
-          for (int unit = 0; unit < units; ++unit) {
+        const u32 a = first_a + ring.stage * (S::a_bytes / 16);
+        const u32 b = first_b + ring.stage * (S::b_bytes / 16);
+        wgmma_fence();
 #pragma unroll
-            for (int w = 0; w < WAVES; ++w) {
-              Sums partial;
-              multiply(partial, w, ring);
-              if (w == 0) wait_for_scales(unit);
-              const float4 scales = SCALED ? scales_at(unit, w) : float4{};
-              if (w == WAVES - 1) {  // the next unit's first stage, while this wave multiplies
-                skip_unit(ring);
-                if (unit + 1 < units) wait_for_stage();
-              }
-              wgmma_wait<0>();
-              if (w == WAVES - 1) give_back();
-              add(partial, w, scales);
-            }
-            give_back_scales(unit);
-          }
+        for (int k = 0; k < kDepth / 32; ++k)
+#pragma unroll
+          for (int w = 0; w < WAVES; ++w)
+            WgmmaFp8<COLUMNS>::run(total[w], descriptor_of(a + w * (64 * kDepth / 16) + 2 * k),
+                                   descriptor_of(b + 2 * k), block + k > 0);
+        wgmma_commit();
+        ring.next();
+        if (block > 0) {  // the block before has been multiplied
+          wgmma_wait<1>();
+          give_back(done.stage);
+          done.next();
         }
       }
+      wgmma_wait<0>();
+#pragma unroll
+      for (int w = 0; w < WAVES; ++w) wgmma_hold(total[w]);
+      give_back(done.stage);
+    } else {
 #pragma unroll
       for (int w = 0; w < WAVES; ++w)
-        store_wave<EPILOGUE, COLUMNS>(p, total[w], alpha, row_tile * ROWS + lane_row + 64 * w,
-                                      first_column, lane);
+#pragma unroll
+        for (int i = 0; i < COLUMNS / 2; ++i) total[w][i] = 0.0f;
+      const int by_row = p.input_scale_vector == 2 ? 1 : kScaleBlocks;
+      const int by_block = p.input_scale_vector == 2 ? ROWS : 1;
+
+      // All of K, where columns from BORDER on have the second of the weight's scales
+      auto all = [&]<int BORDER>() {
+        wait_for_stage();
+        for (int unit = 0; unit < units; ++unit) {
+          Ring<STAGES> second = ring;
+          second.next();
+          const u32 a = first_a + ring.stage * (S::a_bytes / 16);
+          const u32 b = first_b + ring.stage * (S::b_bytes / 16);
+          const u32 more_a = first_a + second.stage * (S::a_bytes / 16);
+          const u32 more_b = first_b + second.stage * (S::b_bytes / 16);
+          const int slot = unit % kScaleBlocks, stage = ring.stage;
+          const float* scales = reinterpret_cast<const float*>(shared + S::scales) +
+                                scale_ring.stage * S::scale_floats;
+          const float* of_rows = scales + slot * by_block + lane_row * by_row;
+          const float* of_weight = scales + kScaleBlocks * ROWS + 2 * slot;
+#pragma unroll
+          for (int w = 0; w < WAVES; ++w) {
+            float partial[COLUMNS / 2];
+            wgmma_fence();
+#pragma unroll
+            for (int k = 0; k < kDepth / 32; ++k)
+              WgmmaFp8<COLUMNS>::run(partial, descriptor_of(a + w * (64 * kDepth / 16) + 2 * k),
+                                     descriptor_of(b + 2 * k), k > 0);
+            if constexpr (kUnit == 2) {
+              if (w == 0) mbarrier_wait(base + S::full + 8 * second.stage, second.parity);
+#pragma unroll
+              for (int k = 0; k < kDepth / 32; ++k)
+                WgmmaFp8<COLUMNS>::run(partial,
+                                       descriptor_of(more_a + w * (64 * kDepth / 16) + 2 * k),
+                                       descriptor_of(more_b + 2 * k), true);
+            }
+            wgmma_commit();
+            if (w == WAVES - 1 && lags && consumer == 0 && unit == kLag - 1)
+              if (lane == 0) mbarrier_arrive(base + S::begun);
+            // What is needed next, while this wave multiplies
+            float low = 0.0f, high = 0.0f, next_low = 0.0f, next_high = 0.0f;
+            if constexpr (SCALED) {
+              if (w == 0 && slot == 0)
+                mbarrier_wait(base + S::scale_full + 8 * scale_ring.stage, scale_ring.parity);
+              const float x = of_rows[64 * w * by_row], y = of_rows[(64 * w + 8) * by_row];
+              low = __fmul_rn(x, of_weight[0]), high = __fmul_rn(y, of_weight[0]);
+              if constexpr (BORDER < COLUMNS)
+                next_low = __fmul_rn(x, of_weight[1]), next_high = __fmul_rn(y, of_weight[1]);
+              if (w == WAVES - 1 && (slot == kScaleBlocks - 1 || unit == units - 1)) {
+                __syncwarp();
+                if (lane == 0) mbarrier_arrive(base + S::scale_empty + 8 * scale_ring.stage);
+                scale_ring.next();
+              }
+            }
+            if (w == WAVES - 1) {
+#pragma unroll
+              for (int i = 0; i < kUnit; ++i) ring.next();
+              if (unit + 1 < units) wait_for_stage();
+            }
+            wgmma_wait<0>();
+            if (w == WAVES - 1) {
+              give_back(stage);
+              if constexpr (kUnit == 2) give_back(second.stage);
+            }
+            wgmma_hold(partial);
+#pragma unroll
+            for (int j = 0; j < COLUMNS / 8; ++j) {
+              float* sum = total[w] + 4 * j;
+              const float* part = partial + 4 * j;
+              if constexpr (SCALED) {
+                const float l = 8 * j < BORDER ? low : next_low;
+                const float h = 8 * j < BORDER ? high : next_high;
+                sum[0] = __fmaf_rn(part[0], l, sum[0]);
+                sum[1] = __fmaf_rn(part[1], l, sum[1]);
+                sum[2] = __fmaf_rn(part[2], h, sum[2]);
+                sum[3] = __fmaf_rn(part[3], h, sum[3]);
+              } else {
+#pragma unroll
+                for (int i = 0; i < 4; ++i) sum[i] = __fadd_rn(sum[i], part[i]);
+              }
+            }
+          }
+        }
+      };
+      constexpr int step = divisor(kDepth, COLUMNS);  // borders are multiples of it
+      if constexpr (!SCALED || step == COLUMNS || COLUMNS == kDepth) {
+        all.template operator()<COLUMNS>();
+      } else {
+        const int border = kDepth - first_column % kDepth;
+        auto choose = [&]<int BORDER>(auto self) {
+          if constexpr (BORDER >= COLUMNS || BORDER > kDepth) {
+            all.template operator()<COLUMNS>();
+          } else {
+            if (border == BORDER) all.template operator()<BORDER>();
+            else self.template operator()<BORDER + step>(self);
+          }
+        };
+        choose.template operator()<step>(choose);
+      }
     }
+#pragma unroll
+    for (int w = 0; w < WAVES; ++w)
+      store_wave<EPILOGUE, SCALED, COLUMNS, GROUP>(
+          p, total[w], alpha, row_tile * ROWS + lane_row + 64 * w, first_column, lane);
   }
 }

@@ -47,9 +47,12 @@ struct WgmmaFp8;
 #define FARRO_D8(C, i) FARRO_D4(C, i), FARRO_D4(C, i + 4)
 #define FARRO_D16(C, i) FARRO_D8(C, i), FARRO_D8(C, i + 8)
 #define FARRO_D32(C, i) FARRO_D16(C, i), FARRO_D16(C, i + 16)
+#define FARRO_D40(C, i) FARRO_D32(C, i), FARRO_D8(C, i + 32)
 #define FARRO_D48(C, i) FARRO_D32(C, i), FARRO_D16(C, i + 32)
 #define FARRO_D56(C, i) FARRO_D48(C, i), FARRO_D8(C, i + 48)
 #define FARRO_D64(C, i) FARRO_D32(C, i), FARRO_D32(C, i + 32)
+#define FARRO_D72(C, i) FARRO_D64(C, i), FARRO_D8(C, i + 64)
+#define FARRO_D80(C, i) FARRO_D64(C, i), FARRO_D16(C, i + 64)
 #define FARRO_D96(C, i) FARRO_D64(C, i), FARRO_D32(C, i + 64)
 #define FARRO_D128(C, i) FARRO_D64(C, i), FARRO_D64(C, i + 64)
 #define FARRO_T4 "%0, %1, %2, %3"
@@ -57,10 +60,13 @@ struct WgmmaFp8;
 #define FARRO_T16 FARRO_T8 ", %8, %9, %10, %11, %12, %13, %14, %15"
 #define FARRO_T32 FARRO_T16 \
   ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define FARRO_T40 FARRO_T32 ", %32, %33, %34, %35, %36, %37, %38, %39"
 #define FARRO_T48 FARRO_T32 \
   ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
 #define FARRO_T56 FARRO_T48 ", %48, %49, %50, %51, %52, %53, %54, %55"
 #define FARRO_T64 FARRO_T56 ", %56, %57, %58, %59, %60, %61, %62, %63"
+#define FARRO_T72 FARRO_T64 ", %64, %65, %66, %67, %68, %69, %70, %71"
+#define FARRO_T80 FARRO_T72 ", %72, %73, %74, %75, %76, %77, %78, %79"
 #define FARRO_T96 FARRO_T64 \
   ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79" \
   ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
@@ -97,9 +103,12 @@ FARRO_WGMMA(8, 4, 4, 5, 6)
 FARRO_WGMMA(16, 8, 8, 9, 10)
 FARRO_WGMMA(32, 16, 16, 17, 18)
 FARRO_WGMMA(64, 32, 32, 33, 34)
+FARRO_WGMMA(80, 40, 40, 41, 42)
 FARRO_WGMMA(96, 48, 48, 49, 50)
 FARRO_WGMMA(112, 56, 56, 57, 58)
 FARRO_WGMMA(128, 64, 64, 65, 66)
+FARRO_WGMMA(144, 72, 72, 73, 74)
+FARRO_WGMMA(160, 80, 80, 81, 82)
 FARRO_WGMMA(192, 96, 96, 97, 98)
 FARRO_WGMMA(256, 128, 128, 129, 130)
 
