@@ -110,6 +110,23 @@ __global__ void __launch_bounds__(128) copy_bulk(const u8* from, u8* to, int fir
   for (int i = threadIdx.x; i < room; i += 128) to[i] = shared.memory[i];
 }
 
+// Boxes of 16 rows of GROUPS groups, one after the other through the same shared memory.
+template <int BYTES>
+__global__ void __launch_bounds__(32)
+    store_boxes(const __grid_constant__ TensorMap map, const u8* from, int boxes, int z) {
+  const Aligned shared;
+  const int lane = threadIdx.x;
+  for (int box = 0; box < boxes; ++box) {
+    if (lane == 0) tma_store_wait<0>();
+    __syncwarp();
+    for (int i = lane; i < BYTES; i += 32) shared.memory[i] = from[box * BYTES + i];
+    fence_async_proxy();
+    __syncwarp();
+    if (lane == 0) tma_store_groups(&map, 16 * box, z, shared.base);
+  }
+  if (lane == 0) tma_store_wait<0>();
+}
+
 // ---- cp.async: one piece a lane ----
 
 template <int BYTES>

@@ -44,6 +44,8 @@ def check(config, kind, tmp_path, n=32):
     assert boxes == ([1, 1] if large else [2, 0]), f"{what}: {boxes}"
     adds = [any(word in line for line in lines) for word in ("FFMA", "LDGSTS")]
     assert all(adds) or not kind.scaled, f"{what}: no scales"
+    stores = sum("UTMASTG.3D" in line for line in lines)
+    assert (stores > 0) == config.staged, f"{what}: {stores} stores by TMA"
     assert not flushes(lines), what
     across = any("UCGABAR_ARV" in line for line in lines)
     assert across == (config.cluster > 1), what
@@ -78,6 +80,8 @@ SPREAD = {
         (Config("large", 128, 144, 6), BIAS),
         (Config("large", 128, 160, 6), GELU),
         (Config("large", 128, 192, 5, lag=True), 0),
+        (Config("large", 256, 128, 3, staged=True), 0),
+        (Config("large", 128, 192, 4, staged=True), BIAS | GELU),
         (Config("small", 16, 64, 8, 2), GELU),
         (Config("small", 128, 64, 6), BIAS),
     ),
@@ -86,6 +90,7 @@ SPREAD = {
         (Config("large", 256, 80, 4), 0),
         (Config("large", 128, 96, 6), BIAS),
         (Config("large", 128, 112, 3), BIAS | GELU),
+        (Config("large", 256, 128, 3, staged=True), BIAS | RESIDUAL),
         (Config("large", 128, 192, 5), RESIDUAL),
         (Config("small", 8, 64, 12, 8), BIAS | GELU),
         (Config("small", 64, 64, 8, 4), RESIDUAL),
@@ -95,6 +100,7 @@ SPREAD = {
         (Config("large", 128, 256, 4), 0),
         (Config("large", 128, 64, 8), BIAS | GELU),
         (Config("large", 128, 80, 5), RESIDUAL),
+        (Config("large", 128, 256, 3, staged=True), BIAS | RESIDUAL),
         (Config("large", 128, 128, 7), BIAS),
         (Config("small", 32, 64, 8), BIAS | RESIDUAL),
     ),
@@ -130,12 +136,12 @@ def test_every_tile_and_epilogue(name, policy, tmp_path):
 
 def test_the_shapes_are_all_there_are():
     counts = {name: len(shapes(kind)) for name, kind in KINDS.items()}
-    assert counts == {"scaled": 15 + 20, "promoted": 13 + 20, "fast": 14 + 20}
+    assert counts == {"scaled": 28 + 20, "promoted": 26 + 20, "fast": 28 + 20}
     every = [c for kind in KINDS.values() for c in shapes(kind)]
     checked = [c for few in SPREAD.values() for c, _ in few]
     assert {c.tile for c in checked} == {c.tile for c in every}
     assert {c.cluster for c in checked} == {c.cluster for c in every}
-    assert {c.lag for c in checked} == {c.lag for c in every}
+    assert {(c.lag, c.staged) for c in checked} == {(c.lag, c.staged) for c in every}
     for kind in KINDS.values():  # every legal tile is among them
-        tiles = {(c.policy, c.tile, c.cluster, c.lag) for c in configs.configs(kind, 1)}
-        assert tiles == {(c.policy, c.tile, c.cluster, c.lag) for c in shapes(kind)}
+        tiles = {(c.policy, c.tile, c.cluster, c.lag, c.staged) for c in configs.configs(kind, 1)}
+        assert tiles == {(c.policy, c.tile, c.cluster, c.lag, c.staged) for c in shapes(kind)}

@@ -35,6 +35,7 @@ NAMES = (
     *(f"hand_over<{stages}>" for stages in (1, 3, 4)),
     *(f"load_box<{rows}, false>" for rows in (8, 64, 256)),
     *(f"load_box<{rows}, true>" for rows in (16, 96, 256)),
+    *(f"store_boxes<{32 * size}>" for size in (128, 80)),
     *(f"copy_small<{size}>" for size in (4, 8, 16)),
     *(f"multiply<{kind}, {n}, {str(more).lower()}>" for kind, n, more in PRODUCTS),
     *(f"multiply_sparse<{n}, {bf16}, {more}>" for n, bf16, more in SPARSE),
@@ -75,7 +76,7 @@ def test_every_function_of_the_headers_has_a_use():
     inside = {"mbarrier_try_wait", "bf16_to_float"}
     inside |= {"expand_unit", "reorder_unit", "spread_nan", "add_zero_times"}  # all by unit_of
     # the end of both FP8 kernels, whose tests run it with every epilogue and layout
-    epilogue = {"finish", "load_biases", "alpha_of"}
+    epilogue = {"finish", "finish_values", "load_biases", "alpha_of"}
     for name in names - {"run"} - inside - epilogue:
         assert re.search(rf"\b{name}\b", tested), f"headers.cu does not test {name}"
 
@@ -180,6 +181,27 @@ def test_bulk_copies(generator):
         want = torch.full((16384,), 0x5B, dtype=torch.uint8)
         want[first : first + size] = given[begin : begin + size]
         assert torch.equal(out.cpu(), want), f"{size} bytes from {begin} to {first}"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("group, groups", [(32, 4), (16, 5)])
+def test_tma_store_of_results(group, groups, generator):
+    """[groups][16 rows][group] to rows of the output; nothing past its rows, columns and pitch."""
+    rows, columns, size = 75, 6 * group, group * groups
+    given = torch.randint(1, 2**15, (5, groups, 16, group), generator=generator).short()
+    for z in (0, 1, 4):
+        memory = torch.zeros(rows + 2, columns + 8, dtype=torch.int16, device="cuda")
+        pitch = 2 * memory.stride(0)
+        what = (memory[1].data_ptr(), rows, columns, pitch, groups, 16, group)
+        described = tensor_map.encode_results(*what)
+        parameters = (described, given.cuda(), ctypes.c_int(5), ctypes.c_int(z))
+        name = f"store_boxes<{32 * size}>"
+        launch(name, parameters, 32, shared=32 * size + 2048)
+        want = torch.zeros(rows + 2, columns + 8 + size, dtype=torch.int16)
+        boxes = given.permute(0, 2, 1, 3).reshape(80, size)
+        want[1:-1, z * group : z * group + size] = boxes[:rows]
+        want[:, columns:] = 0
+        assert torch.equal(memory.cpu(), want[:, : columns + 8]), f"from group {z} on"
 
 
 @pytest.mark.gpu

@@ -34,6 +34,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, *modules: types.ModuleType) -> None
         monkeypatch.setattr(module, "kernel_function", lambda *what: what)
         monkeypatch.setattr(module.tensor_map, "encode", lambda *what: what)
         monkeypatch.setattr(module.tensor_map, "encode_groups", lambda *what: ("groups", *what))
+        monkeypatch.setattr(module.tensor_map, "encode_results", lambda *what: ("results", *what))
     count = types.SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: count)
 

@@ -110,25 +110,27 @@ def test_what_the_tuner_times(m, n, k, kind):
     assert set(wanted) <= set(legal) and 3 <= len(set(wanted)) == len(wanted) <= 60
     assert all(Config(**c.as_dict()) == c for c in legal)
     assert all(configs.refuses(c, kind, m) is None for c in legal)
-    if m > 64:  # every tile has a deepest ring that is tried
-        tiles = {c.tile for c in legal if c.policy == "large"}
-        assert {c.tile for c in wanted if c.policy == "large"} == tiles
+    if m > 64:  # the heuristic's is among them, results stored and staged
+        tiles = [configs.heuristic(kind, m, n, k).tile]
+        assert m <= 256 or {c.staged for c in wanted if c.tile in tiles} == {False, True}
 
 
 def test_names_tell_configurations_apart():
     tiles, names = set(), set()
     for kind in KINDS.values():
         for c in configs.configs(kind, 1):
-            tiles.add((c.policy, c.tile, c.cluster, c.lag))
+            tiles.add((c.policy, c.tile, c.cluster, c.lag, c.staged))
             names.add(c.name)
     assert len(names) == len(tiles)
     plain = Kind(False, True, BIAS)
     large = gemm.kernel_name(Config("large", 256, 96, 5), plain)
-    assert large == ("cuda/fp8/large.cu", "fp8_large<1, false, true, 96, 2, 5, 32, false>")
+    assert large == ("cuda/fp8/large.cu", "fp8_large<1, false, true, 96, 2, 5, 32, false, false>")
     for c, n in ((Config("large", 256, 96, 5), 80), (Config("large", 256, 80, 5), 96)):
-        assert gemm.kernel_name(c, plain, n)[1].endswith(f", {c.columns}, 2, 5, 16, false>")
+        assert gemm.kernel_name(c, plain, n)[1].endswith(f", {c.columns}, 2, 5, 16, false, false>")
     late = gemm.kernel_name(Config("large", 128, 192, 5, lag=True), Kind(True), 64)[1]
-    assert late == "fp8_large<0, true, false, 192, 1, 5, 32, true>"
+    assert late == "fp8_large<0, true, false, 192, 1, 5, 32, true, false>"
+    staged = gemm.kernel_name(Config("large", 128, 192, 4, staged=True), Kind(True), 64)[1]
+    assert staged == "fp8_large<0, true, false, 192, 1, 4, 32, false, true>"
     small = gemm.kernel_name(Config("small", 16, 64, 8, 4), Kind(True, False, BIAS | GELU))
     assert small == ("cuda/fp8/small.cu", "fp8_small<5, true, false, 16, 8, 4>")
 
@@ -152,7 +154,13 @@ def test_illegal_configurations():
             *((large, c) for c in ({"stages": 2}, {"stages": 5}, {"policy": "huge"})),
             *((large, c) for c in ({"rows": 256.0}, {"rows": "256"}, {"raster": True})),
             *((large, c) for c in ({"policy": None}, {"stages": None}, {"columns": 64.0})),
-            *((base, c) for base in (large, small) for c in ({"lag": True}, {"lag": 0})),
+            *(
+                (base, c)
+                for base in (large, small)
+                for c in ({"lag": True}, {"lag": 0}, {"staged": 1})
+            ),
+            (small, {"staged": True}),
+            (large, {"staged": True}),  # one stage less
             *((small, c) for c in ({"rows": 24}, {"columns": 128}, {"stages": 2}, {"rows": 256})),
             *((small, c) for c in ({"cluster": 3}, {"cluster": 16}, {"cluster": 0})),
             *((small, c) for c in ({"stages": 99}, {"cluster": True})),
@@ -289,6 +297,7 @@ def test_the_tuned_table_is_asked_first(table):
         {**named, "config": {**best.as_dict(), "stages": "4"}},
         {**named, "config": {**best.as_dict(), "raster": None}},
         {**named, "config": {**best.as_dict(), "lag": 1}},
+        {**named, "config": {**best.as_dict(), "staged": "no"}},
         {**named, "m": 5, "config": {**other.as_dict(), "cluster": 16}},
         {**named, "m": 5, "config": {"policy": "small", "rows": 8, "ahead": True}},
     ]

@@ -110,7 +110,7 @@ def test_parameters_and_maps(driver):
         tokens = (x.data_ptr(), m, k, k, config.rows, 128)
         rows = (weight.data_ptr(), n, k, k)
         if config is LARGE:
-            assert maps == [tokens, ("groups", *rows, config.columns // 16, 128, 16)]
+            assert maps == [tokens, ("groups", *rows, config.columns // 16, 128, 16), tokens]
         else:
             assert maps == [(*rows, config.columns, 128), tokens]
         assert (p.bias, p.residual, p.out) == tuple(t.data_ptr() for t in (bias, residual, out))
@@ -138,6 +138,23 @@ def test_parameters_and_maps(driver):
     assert odd.parameters[1][-3:] == (5, 128, 16)
     for launch, config, columns in ((wide, LARGE, 4096), (odd, narrow, 4096)):
         assert launch.function[:2] == gemm.kernel_name(config, PROMOTED, columns)
+
+
+def test_where_results_are_staged_for(driver):
+    """A descriptor of the output where whole rows can be stored so, any other where not."""
+    m, n, k = 300, 208, 256
+    staged = Config("large", 128, 160, 4, staged=True)
+    wide = matrix(m, n, (n + 16, 1), dtype=BF16)
+    launch, *_ = prepared(staged, PROMOTED, m, n, k, wide)
+    assert launch.parameters[2] == ("results", wide.data_ptr(), m, n, 2 * (n + 16), 10, 16, 16)
+    launch, *_ = prepared(staged, PROMOTED, m, 224, k, matrix(m, 224, dtype=BF16))
+    assert launch.parameters[2][3:] == (224, 2 * 224, 5, 16, 32)
+    row = matrix(1, n, (3, 1), dtype=BF16)  # a single row has no leading stride to speak of
+    launch, *_ = prepared(staged, PROMOTED, 1, n, k, row)
+    assert launch.parameters[2][2:5] == (1, n, 2 * n)
+    for out in (matrix(m, n, (1, m), dtype=BF16), matrix(m, n, offset=1, dtype=BF16)):
+        launch, *_ = prepared(staged, PROMOTED, m, n, k, out)
+        assert launch.parameters[2] == launch.parameters[0] and not launch.parameters[-1].out_vector
 
 
 def test_alpha_on_the_device_and_off_it(driver):
@@ -279,6 +296,7 @@ def test_parameters_lie_as_the_kernel_reads_them(policy, tmp_path):
 
 LARGE_FACTS = """
 static_assert(L::bytes == %d && L::begun + 8 == L::bytes && L::full %% 8 == 0);
+static_assert(L::out %% 1024 == 0 && L::scales - L::out == %d);
 static_assert(L::b %% 1024 == 0 && L::b_bytes %% 1024 == 0);
 static_assert(L::scales %% 16 == 0 && L::scale_floats %% 4 == 0, "16-byte copies of scales");
 static_assert(kScaleStages == %d && kScaleBlocks == %d);
@@ -298,8 +316,12 @@ def test_shared_memory_adds_up(policy, tmp_path):
         for c in configs.configs(kind, 1):
             size = configs.shared_bytes(c, kind.scaled) - 1024
             if c.policy == policy == "large":
-                layout = f"Shared<{c.rows}, {c.columns}, {c.stages}, {scaled}>"
-                told = LARGE_FACTS % (size, configs.SCALE_STAGES, configs.SCALE_BLOCKS)
+                layout = (
+                    f"Shared<{c.rows}, {c.columns}, {c.stages}, {scaled}, {str(c.staged).lower()}>"
+                )
+                results = c.rows * c.columns * 2 * c.staged
+                sizes = (size, results, configs.SCALE_STAGES, configs.SCALE_BLOCKS)
+                told = LARGE_FACTS % sizes
                 facts.add(f"using L = {layout};" + told)
             elif c.policy == policy:
                 layout = f"Layout<{c.rows}, {c.stages}, {scaled}>"

@@ -42,12 +42,35 @@ def encode_groups(
     return _encode(address, sizes, steps, (box_columns, 2, 4, group // 8, box_groups))
 
 
+@functools.lru_cache(maxsize=4096)
+def encode_results(
+    address: int,
+    rows: int,
+    columns: int,
+    row_bytes: int,
+    box_groups: int,
+    box_rows: int,
+    group: int,
+) -> Any:
+    """A descriptor of two-byte results as [groups][rows][group] in plain boxes of box_rows rows.
+
+    `columns` are whole groups; `address`, `row_bytes` and a group's bytes are multiples of 16.
+    """
+    sizes, steps = (2 * group, rows, columns // group), (row_bytes, 2 * group)
+    return _encode(address, sizes, steps, (2 * group, box_rows, box_groups), swizzled=False)
+
+
 def _encode(
-    address: int, sizes: tuple[int, ...], steps: tuple[int, ...], box: tuple[int, ...]
+    address: int,
+    sizes: tuple[int, ...],
+    steps: tuple[int, ...],
+    box: tuple[int, ...],
+    swizzled: bool = True,
 ) -> Any:
     """`sizes` and `box` from the contiguous dimension on; `steps` in bytes, of all others."""
     from cuda.bindings import driver
 
+    swizzle = "128B" if swizzled else "NONE"
     what = (
         driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_UINT8,
         len(sizes),
@@ -57,7 +80,7 @@ def _encode(
         [driver.cuuint32_t(size) for size in box],
         [driver.cuuint32_t(1)] * len(sizes),
         driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-        driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+        getattr(driver.CUtensorMapSwizzle, f"CU_TENSOR_MAP_SWIZZLE_{swizzle}"),
         driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
         driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
     )

@@ -28,6 +28,7 @@ _MOST_STAGES = 8  # of kernels for many rows; deeper rings never won
 _SMALL = (8, 16, 32, 64, 128)  # tokens of a tile, beside 64 weight rows
 _CLUSTERS = (1, 2, 4, 8)
 BIAS, RESIDUAL, GELU = 1, 2, 4  # bits of the epilogue
+_WORTH = 1.25  # times the least estimate: tiles that are timed
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ class Config:
     cluster: int = 1  # small: CTAs that share K
     raster: int = 8  # large: row tiles visited together
     lag: bool = False  # large: the second warpgroup is two blocks of K behind the first
+    staged: bool = False  # large: results leave by TMA, while the next tile's products run
 
     @property
     def tile(self) -> tuple[int, int]:
@@ -49,8 +51,8 @@ class Config:
     @property
     def name(self) -> str:
         split = f", K in {self.cluster}" if self.cluster > 1 else ""
-        lag = ", lagging" if self.lag else ""
-        return f"sm90 {self.policy} {self.rows}x{self.columns}{split}{lag}"
+        more = (", lagging" if self.lag else "") + (", staged" if self.staged else "")
+        return f"sm90 {self.policy} {self.rows}x{self.columns}{split}{more}"
 
     @property
     def warps(self) -> int:
@@ -74,7 +76,8 @@ def shared_bytes(config: Config, scaled: bool) -> int:
     data = config.stages * (config.rows + config.columns) * DEPTH
     if config.policy == "large":
         scales = SCALE_STAGES * SCALE_BLOCKS * (config.rows + 2) * 4 if scaled else 0
-        return data + scales + 16 * (config.stages + SCALE_STAGES) + 8 + _ALIGNMENT
+        results = config.rows * config.columns * 2 if config.staged else 0
+        return data + results + scales + 16 * (config.stages + SCALE_STAGES) + 8 + _ALIGNMENT
     scales = (config.rows + 4) * 4 if scaled else 0
     return data + config.stages * (scales + 16) + _ALIGNMENT
 
@@ -85,16 +88,16 @@ def refuses(config: Config, kind: Kind, m: int = 1) -> str | None:
     sizes = (c.rows, c.columns, c.stages, c.cluster, c.raster)
     if any(type(size) is not int or size < 1 for size in sizes) or c.stages < 3:
         return "sizes are positive ints, and a ring has three stages at the least"
-    if type(c.lag) is not bool:
-        return "lag is True or False"
+    if type(c.lag) is not bool or type(c.staged) is not bool:
+        return "lag and staged are True or False"
     if shared_bytes(c, kind.scaled) > SHARED_LIMIT:
         return f"{shared_bytes(c, kind.scaled)} bytes of shared memory, the limit is {SHARED_LIMIT}"
     if c.policy == "large":
         return _refuses_large(c, kind)
     if c.policy != "small" or c.rows not in _SMALL or c.columns != 64 or c.cluster not in _CLUSTERS:
         return "no such tile"
-    if c.lag:
-        return "only tiles for many rows have a second warpgroup"
+    if c.lag or c.staged:
+        return "only tiles for many rows lag or stage their results"
     if c.rows * (64 + 4) * 4 > c.stages * (c.rows + 64) * DEPTH:
         return "the totals do not fit where the operands were"
     return None if m <= _LARGEST_GRID_Y * c.rows else f"more than {_LARGEST_GRID_Y} tiles of tokens"
@@ -105,7 +108,7 @@ def _refuses_large(c: Config, kind: Kind) -> str | None:
         return "no such tile"
     if kind.scaled and c.columns > DEPTH + math.gcd(DEPTH, c.columns):
         return "a tile has the scales of two blocks of columns at the most"
-    if c.lag and (not kind.scaled or c.rows != 128 or c.columns not in _LAGGING):
+    if c.lag and (c.staged or not kind.scaled or c.rows != 128 or c.columns not in _LAGGING):
         return "no such tile lags"
     # FP32 registers a thread: totals, and one wave's partial sums
     waves = c.rows // 128
@@ -116,10 +119,10 @@ def _refuses_large(c: Config, kind: Kind) -> str | None:
 def configs(kind: Kind, m: int) -> Iterator[Config]:
     """Every legal configuration."""
     large = (
-        Config("large", rows, columns, stages, raster=raster, lag=lag)
+        Config("large", rows, columns, stages, raster=raster, lag=lag, staged=staged)
         for rows, widths in _LARGE.items()
         for columns in widths
-        for lag in (False, True)
+        for lag, staged in ((False, False), (True, False), (False, True))
         for stages in range(3, _MOST_STAGES + 1)
         for raster in (4, 8, 16)
     )
@@ -134,10 +137,14 @@ def configs(kind: Kind, m: int) -> Iterator[Config]:
 
 def candidates(kind: Kind, m: int, n: int, k: int) -> list[Config]:
     """The legal configurations worth timing: some dozens, by the number of rows."""
+    limit = _WORTH * min(_cycles(c, kind, m, n, k, 132) for c in _tried(kind))
 
     def plausible(c: Config) -> bool:
         if c.policy == "large":
-            return m > 64 and _deepest(c, kind) and (m > 1024 or c.raster == 8)
+            few = m <= 8 * c.rows or n <= 2 * c.columns  # all orders of tiles are alike, or nearly
+            if m <= 64 or not _deepest(c, kind) or (few and c.raster != 8):
+                return False
+            return _cycles(c, kind, m, n, k, 132) <= limit
         if m > 64 and c.stages not in (6, 8, 12):
             return False
         fits = m > c.rows // 2 or c.rows == min(_SMALL)
@@ -155,8 +162,8 @@ def _deepest(c: Config, kind: Kind) -> bool:
 @functools.lru_cache(maxsize=64)
 def _tried(kind: Kind) -> tuple[Config, ...]:
     """Each tile for many rows, with its deepest ring."""
-    found = (c for c in configs(kind, 1) if c.policy == "large" and c.raster == 8 and not c.lag)
-    return tuple(c for c in found if _deepest(c, kind))
+    found = (c for c in configs(kind, 1) if c.policy == "large" and c.raster == 8)
+    return tuple(c for c in found if _deepest(c, kind) and not (c.lag or c.staged))
 
 
 def _cycles(c: Config, kind: Kind, m: int, n: int, k: int, multiprocessors: int) -> float:

@@ -58,7 +58,7 @@ def kernel_name(config: Config, kind: Kind, n: int = 32) -> tuple[str, str]:
     flags = f"{kind.epilogue}, {str(kind.scaled).lower()}, {str(kind.fast).lower()}"
     if config.policy == "large":
         tile = f"{config.columns}, {config.rows // 128}, {config.stages}, {_group(config, n)}"
-        tile += f", {str(config.lag).lower()}"
+        tile += f", {str(config.lag).lower()}, {str(config.staged).lower()}"
         return "cuda/fp8/large.cu", f"fp8_large<{flags}, {tile}>"
     tile = f"{config.rows}, {config.stages}, {config.cluster}"
     return "cuda/fp8/small.cu", f"fp8_small<{flags}, {tile}>"
@@ -140,11 +140,13 @@ def prepare(
     problem = parameters(x, weight, out, raster=config.raster, **more)
     count = torch.cuda.get_device_properties(device).multi_processor_count
     grid, threads = _grid(config, m, n, count), 32 * config.warps
-    maps = _maps(config, x, weight)
+    maps = _maps(config, x, weight, out if problem.out_vector else None)
     return Launch(device, function, grid, threads, size, config.cluster, (*maps, problem))
 
 
-def _maps(config: Config, x: torch.Tensor, weight: torch.Tensor) -> tuple[Any, Any]:
+def _maps(
+    config: Config, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None
+) -> tuple[Any, ...]:
     """Descriptors in the order of the kernel's parameters."""
     (m, k), n = x.shape, weight.shape[0]
     # a single row has no leading stride to speak of, but TMA wants a multiple of 16
@@ -153,7 +155,12 @@ def _maps(config: Config, x: torch.Tensor, weight: torch.Tensor) -> tuple[Any, A
     if config.policy == "large":
         group = _group(config, n)
         box = (config.columns // group, DEPTH, group)
-        return tokens, tensor_map.encode_groups(weight.data_ptr(), n, k, pitches[1], *box)
+        rows = tensor_map.encode_groups(weight.data_ptr(), n, k, pitches[1], *box)
+        if not config.staged or out is None:
+            return tokens, rows, tokens  # the last is not used
+        pitch = 2 * (out.stride(0) if m > 1 else n)
+        box = (config.columns // group, 16, group)
+        return tokens, rows, tensor_map.encode_results(out.data_ptr(), m, n, pitch, *box)
     return tensor_map.encode(weight.data_ptr(), n, k, pitches[1], config.columns, DEPTH), tokens
 
 

@@ -5,6 +5,8 @@
 // each. FAST: the tensor cores add everything. Else partial sums of kUnit blocks of K are promoted to
 // FP32 totals, one wave at a time through one accumulator, while the other warpgroup multiplies.
 //
+// STAGED: results leave through shared memory by TMA, and nothing waits for them on their way.
+//
 // LAG: the second warpgroup starts each tile two blocks of K after the first, so that one stores its
 // results while the other multiplies.
 //
@@ -21,13 +23,14 @@ using namespace farro;
 constexpr int kConsumers = 2;  // warpgroups that multiply
 constexpr int kLag = 2;        // blocks of K
 
-template <int ROWS, int COLUMNS, int STAGES, bool SCALED>
+template <int ROWS, int COLUMNS, int STAGES, bool SCALED, bool STAGED>
 struct Shared {
   static constexpr int a_bytes = ROWS * kDepth, b_bytes = COLUMNS * kDepth;
   // [ROWS][blocks] or [blocks][ROWS] of the input, then [blocks][2] of the weight
   static constexpr int scale_floats = SCALED ? kScaleBlocks * (ROWS + 2) : 0;
   static constexpr int a = 0, b = a + STAGES * a_bytes;
-  static constexpr int scales = b + STAGES * b_bytes;
+  static constexpr int out = b + STAGES * b_bytes;  // of each wave and warp [groups][16 rows][GROUP]
+  static constexpr int scales = out + (STAGED ? ROWS * COLUMNS * 2 : 0);
   static constexpr int full = scales + kScaleStages * scale_floats * 4;
   static constexpr int empty = full + 8 * STAGES;
   static constexpr int scale_full = empty + 8 * STAGES;
@@ -99,15 +102,57 @@ __device__ __forceinline__ void store_wave(const Problem& p, const float (&total
   }
 }
 
+// The same results to shared memory, and from there by TMA. `staged` holds one warp's 16 rows.
+template <int EPILOGUE, bool SCALED, int COLUMNS, int GROUP, int WAVES>
+__device__ __forceinline__ void stage_wave(const Problem& p, const TensorMap* map,
+                                           const float (&total)[COLUMNS / 2], float alpha,
+                                           u8* staged, int first_row, int first_column, int lane) {
+  constexpr int COUNT = GROUP / 4;
+  const int lane_column = first_column + COUNT * (lane % 4), row = first_row + lane / 4;
+  u8* to = staged + lane * (2 * COUNT);
+  if (lane == 0) tma_store_wait<WAVES - 1>();  // the tile before has left this place
+  __syncwarp();
+#pragma unroll
+  for (int g = 0; g < COLUMNS / GROUP; ++g) {
+    const int column = lane_column + GROUP * g;
+    if (EPILOGUE != 0 && column >= p.n) break;
+    float bias[COUNT] = {};
+    if constexpr (EPILOGUE & kBias) load_biases(p, column, bias);
+    const float* s = total + GROUP / 2 * g;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float sum[COUNT], value[COUNT];
+      u32 pair[COUNT / 2];
+#pragma unroll
+      for (int i = 0; i < COUNT; ++i) sum[i] = s[i / 2 * 4 + i % 2 + 2 * half];
+      if constexpr (EPILOGUE != 0) {
+        finish_values<EPILOGUE>(p, sum, alpha, bias, row + 8 * half, column, value);
+      } else {
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i) value[i] = SCALED ? sum[i] : __fmul_rn(alpha, sum[i]);
+      }
+#pragma unroll
+      for (int i = 0; i < COUNT / 2; ++i) pair[i] = pack2(value[2 * i], value[2 * i + 1], BFloat16{});
+      u8* at = to + g * (32 * GROUP) + half * (16 * GROUP);
+      if constexpr (COUNT == 8) *reinterpret_cast<uint4*>(at) = *reinterpret_cast<uint4*>(pair);
+      else *reinterpret_cast<uint2*>(at) = *reinterpret_cast<uint2*>(pair);
+    }
+  }
+  fence_async_proxy();
+  __syncwarp();
+  if (lane == 0) tma_store_groups(map, first_row, first_column / GROUP, smem_address(staged));
+}
+
 constexpr int divisor(int a, int b) { return b == 0 ? a : divisor(b, a % b); }
 
-template <int EPILOGUE, bool SCALED, bool FAST, int COLUMNS, int WAVES, int STAGES, int GROUP, bool LAG>
+template <int EPILOGUE, bool SCALED, bool FAST, int COLUMNS, int WAVES, int STAGES, int GROUP, bool LAG,
+          bool STAGED>
 __global__ void __launch_bounds__(128 + 128 * kConsumers, 1)
     fp8_large(const __grid_constant__ TensorMap map_a, const __grid_constant__ TensorMap map_b,
-              const __grid_constant__ Problem p) {
+              const __grid_constant__ TensorMap map_out, const __grid_constant__ Problem p) {
   constexpr int ROWS = 64 * WAVES * kConsumers;
   constexpr int kUnit = SCALED || FAST ? 1 : 2;  // blocks of K between promotions
-  using S = Shared<ROWS, COLUMNS, STAGES, SCALED>;
+  using S = Shared<ROWS, COLUMNS, STAGES, SCALED, STAGED>;
   static_assert(STAGES > kUnit && !(SCALED && FAST) && (SCALED || !LAG));
   static_assert(COLUMNS % GROUP == 0 && (GROUP == 16 || GROUP == 32));
   static_assert(!SCALED || COLUMNS <= kDepth + divisor(kDepth, COLUMNS), "in two blocks of scales");
@@ -123,6 +168,7 @@ __global__ void __launch_bounds__(128 + 128 * kConsumers, 1)
   if (threadIdx.x == 0) {
     prefetch_tensor_map(&map_a);
     prefetch_tensor_map(&map_b);
+    if constexpr (STAGED) prefetch_tensor_map(&map_out);
     for (int i = 0; i < STAGES; ++i) {
       mbarrier_init(base + S::full + 8 * i, 1);
       mbarrier_init(base + S::empty + 8 * i, 4 * kConsumers);
@@ -195,6 +241,15 @@ __global__ void __launch_bounds__(128 + 128 * kConsumers, 1)
   const bool lags = LAG && blocks > STAGES + 1;
   u32 begun = 0;
 
+  // Whether the first of two waves leaves while the second multiplies; else registers are too few
+  constexpr bool kEarly = STAGED && !FAST && EPILOGUE == 0;
+  // A wave's results of the tile at (row, column)
+  auto send = [&](const float(&sums)[COLUMNS / 2], int w, int row, int column) {
+    u8* staged = shared + S::out + ((consumer * WAVES + w) * 4 + warp) * (32 * COLUMNS);
+    stage_wave<EPILOGUE, SCALED, COLUMNS, GROUP, WAVES>(
+        p, &map_out, sums, alpha, staged, row + wave_row + 64 * w + 16 * warp, column, lane);
+  };
+
   for (int t = blockIdx.x; t < tiles; t += gridDim.x) {
     int row_tile, column_tile;
     tile_at(t, row_tiles, column_tiles, p.raster, row_tile, column_tile);
@@ -231,10 +286,12 @@ __global__ void __launch_bounds__(128 + 128 * kConsumers, 1)
       for (int w = 0; w < WAVES; ++w) wgmma_hold(total[w]);
       give_back(done.stage);
     } else {
+      if constexpr (!STAGED) {
 #pragma unroll
-      for (int w = 0; w < WAVES; ++w)
+        for (int w = 0; w < WAVES; ++w)
 #pragma unroll
-        for (int i = 0; i < COLUMNS / 2; ++i) total[w][i] = 0.0f;
+          for (int i = 0; i < COLUMNS / 2; ++i) total[w][i] = 0.0f;
+      }
       const int by_row = p.input_scale_vector == 2 ? 1 : kScaleBlocks;
       const int by_block = p.input_scale_vector == 2 ? ROWS : 1;
 
@@ -246,8 +303,6 @@ __global__ void __launch_bounds__(128 + 128 * kConsumers, 1)
           second.next();
           const u32 a = first_a + ring.stage * (S::a_bytes / 16);
           const u32 b = first_b + ring.stage * (S::b_bytes / 16);
-          const u32 more_a = first_a + second.stage * (S::a_bytes / 16);
-          const u32 more_b = first_b + second.stage * (S::b_bytes / 16);
           const int slot = unit % kScaleBlocks, stage = ring.stage;
           const float* scales = reinterpret_cast<const float*>(shared + S::scales) +
                                 scale_ring.stage * S::scale_floats;
@@ -262,6 +317,8 @@ __global__ void __launch_bounds__(128 + 128 * kConsumers, 1)
               WgmmaFp8<COLUMNS>::run(partial, descriptor_of(a + w * (64 * kDepth / 16) + 2 * k),
                                      descriptor_of(b + 2 * k), k > 0);
             if constexpr (kUnit == 2) {
+              const u32 more_a = first_a + second.stage * (S::a_bytes / 16);
+              const u32 more_b = first_b + second.stage * (S::b_bytes / 16);
               if (w == 0) mbarrier_wait(base + S::full + 8 * second.stage, second.parity);
 #pragma unroll
               for (int k = 0; k < kDepth / 32; ++k)
@@ -272,6 +329,12 @@ __global__ void __launch_bounds__(128 + 128 * kConsumers, 1)
             wgmma_commit();
             if (w == WAVES - 1 && lags && consumer == 0 && unit == kLag - 1)
               if (lane == 0) mbarrier_arrive(base + S::begun);
+            if (STAGED && unit == 0) {  // while the first products run
+#pragma unroll
+              for (int i = 0; i < COLUMNS / 2; ++i) total[w][i] = 0.0f;
+            }
+            if (kEarly && w > 0 && unit == units - 1 && p.out_vector)
+              send(total[0], 0, row_tile * ROWS, first_column);  // its last sums are in
             // What is needed next, while this wave multiplies
             float low = 0.0f, high = 0.0f, next_low = 0.0f, next_high = 0.0f;
             if constexpr (SCALED) {
@@ -333,9 +396,17 @@ __global__ void __launch_bounds__(128 + 128 * kConsumers, 1)
         choose.template operator()<step>(choose);
       }
     }
+    if (STAGED && p.out_vector) {
 #pragma unroll
-    for (int w = 0; w < WAVES; ++w)
-      store_wave<EPILOGUE, SCALED, COLUMNS, GROUP>(
-          p, total[w], alpha, row_tile * ROWS + lane_row + 64 * w, first_column, lane);
+      for (int w = kEarly ? WAVES - 1 : 0; w < WAVES; ++w)
+        send(total[w], w, row_tile * ROWS, first_column);
+    } else {
+#pragma unroll
+      for (int w = 0; w < WAVES; ++w)
+        store_wave<EPILOGUE, SCALED, COLUMNS, GROUP>(
+            p, total[w], alpha, row_tile * ROWS + lane_row + 64 * w, first_column, lane);
+    }
   }
+  if constexpr (STAGED)
+    if (lane == 0) tma_store_wait<0>();
 }

@@ -48,19 +48,20 @@ __device__ __forceinline__ void load_biases(const Problem& p, int column, float 
                   : 0.0f;
 }
 
-// COUNT (4 or 8) neighbouring results of a row: alpha, bias, residual or GELU, one rounding, store.
+// COUNT (4 or 8) neighbouring results of a row before they are rounded: alpha, bias, residual, GELU.
+// Of a row past the end nothing is read.
 template <int EPILOGUE, int COUNT>
-__device__ __forceinline__ void finish(const Problem& p, const float (&sum)[COUNT], float alpha,
-                                       const float (&bias)[COUNT], i64 row, int column) {
+__device__ __forceinline__ void finish_values(const Problem& p, const float (&sum)[COUNT],
+                                              float alpha, const float (&bias)[COUNT], i64 row,
+                                              int column, float (&value)[COUNT]) {
   static_assert(COUNT == 4 || COUNT == 8, "8 or 16 bytes");
   using Pieces = u32[COUNT / 2];
-  float value[COUNT];
 #pragma unroll
   for (int i = 0; i < COUNT; ++i) {
     value[i] = __fmul_rn(alpha, sum[i]);
     if constexpr (EPILOGUE & kBias) value[i] = __fadd_rn(value[i], bias[i]);
   }
-  if constexpr (EPILOGUE & kResidual) {
+  if ((EPILOGUE & kResidual) && row < p.m) {
     const BFloat16* from = p.residual + row * p.residual_row + column * p.residual_column;
     if (p.residual_vector) {
       Pieces pair;
@@ -80,6 +81,15 @@ __device__ __forceinline__ void finish(const Problem& p, const float (&sum)[COUN
   if constexpr (EPILOGUE & kGelu)
 #pragma unroll
     for (int i = 0; i < COUNT; ++i) value[i] = gelu_tanh(value[i]);
+}
+
+// As finish_values, rounded once and stored.
+template <int EPILOGUE, int COUNT>
+__device__ __forceinline__ void finish(const Problem& p, const float (&sum)[COUNT], float alpha,
+                                       const float (&bias)[COUNT], i64 row, int column) {
+  using Pieces = u32[COUNT / 2];
+  float value[COUNT];
+  finish_values<EPILOGUE>(p, sum, alpha, bias, row, column, value);
   BFloat16* to = p.out + row * p.out_row + column * p.out_column;
   if (p.out_vector) {
     Pieces pair;

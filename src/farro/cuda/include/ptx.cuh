@@ -117,7 +117,23 @@ __device__ __forceinline__ void bulk_load(u32 smem, const void* global, int byte
       : "memory");
 }
 
-// Between this thread's ordinary stores to shared memory and the barrier that tells wgmma of them.
+// A 3-D box from shared memory (a multiple of 128 bytes) to (0, y, z); outside nothing is written. Only
+// lanes that store count in the two functions below.
+__device__ __forceinline__ void tma_store_groups(const TensorMap* map, int y, int z, u32 smem) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {0, %1, %2}], [%3];\n"
+      "cp.async.bulk.commit_group;" ::"l"(map),
+      "r"(y), "r"(z), "r"(smem)
+      : "memory");
+}
+
+// Until shared memory has been read by all stores of this thread but the last PENDING.
+template <int PENDING>
+__device__ __forceinline__ void tma_store_wait() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
+}
+
+// Between this thread's ordinary stores to shared memory and what tells wgmma, or TMA, of them.
 __device__ __forceinline__ void fence_async_proxy() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
