@@ -28,7 +28,7 @@ _MOST_STAGES = 8  # of kernels for many rows; deeper rings never won
 _SMALL = (8, 16, 32, 64, 128)  # tokens of a tile, beside 64 weight rows
 _CLUSTERS = (1, 2, 4, 8)
 BIAS, RESIDUAL, GELU = 1, 2, 4  # bits of the epilogue
-_WORTH = 1.25  # times the least estimate: tiles that are timed
+_MOST = 60  # configurations of a problem that are timed
 
 
 @dataclass(frozen=True)
@@ -137,14 +137,11 @@ def configs(kind: Kind, m: int) -> Iterator[Config]:
 
 def candidates(kind: Kind, m: int, n: int, k: int) -> list[Config]:
     """The legal configurations worth timing: some dozens, by the number of rows."""
-    limit = _WORTH * min(_cycles(c, kind, m, n, k, 132) for c in _tried(kind))
 
     def plausible(c: Config) -> bool:
         if c.policy == "large":
             few = m <= 8 * c.rows or n <= 2 * c.columns  # all orders of tiles are alike, or nearly
-            if m <= 64 or not _deepest(c, kind) or (few and c.raster != 8):
-                return False
-            return _cycles(c, kind, m, n, k, 132) <= limit
+            return m > 64 and _deepest(c, kind) and (c.raster == 8 or not few)
         if m > 64 and c.stages not in (6, 8, 12):
             return False
         fits = m > c.rows // 2 or c.rows == min(_SMALL)
@@ -152,7 +149,8 @@ def candidates(kind: Kind, m: int, n: int, k: int) -> list[Config]:
         useful = c.cluster == 1 or (tiles * c.cluster <= 300 and k >= 2 * c.cluster * DEPTH)
         return m <= 256 and fits and useful and c.rows * 4 >= min(m, 128)
 
-    return [c for c in configs(kind, m) if plausible(c)]
+    found = [c for c in configs(kind, m) if plausible(c)]
+    return sorted(found, key=lambda c: _cycles(c, kind, m, n, k, 132))[:_MOST]
 
 
 def _deepest(c: Config, kind: Kind) -> bool:
