@@ -42,7 +42,7 @@ def shapes(kind: Kind) -> list[Config]:
 
 
 def _but_its_ring(c: Config) -> tuple[Any, ...]:
-    return c.policy, c.tile, c.cluster, c.lag, c.staged
+    return c.policy, c.tile, c.cluster, c.staged
 
 
 def depths(kind: Kind) -> list[Config]:
@@ -57,9 +57,11 @@ def some(kind: Kind) -> list[Config]:
     return [
         Config("large", 256, 96, 3, raster=4),
         Config("large", 128, 256 if kind.fast else 144, 3, raster=4),
-        Config("large", 128, 192, 4, raster=4, lag=kind.scaled),
-        Config("large", 256, 128, 3, raster=4, staged=True),
-        Config("large", 128, 80, 4, raster=4, staged=True),
+        Config("large", 128, 192, 4, raster=4, staged=kind.fast),
+        Config("large", 128, 256, 3, raster=4, staged=True)
+        if kind.fast
+        else Config("large", 256, 128, 4, raster=4),
+        Config("large", 128, 80, 4, raster=4),
         Config("small", 16, 64, 6),
         Config("small", 64, 64, 4, 4),
     ]

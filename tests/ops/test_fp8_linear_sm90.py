@@ -167,8 +167,14 @@ def test_tiles_that_only_fast_sums_have():
         assert isinstance(configs.refuses(config, Kind(True)), str)
 
 
-def test_only_scaled_sums_lag():
-    lagging = Config("large", 128, 192, 5, lag=True)
-    assert configs.refuses(lagging, Kind(True)) is None
-    assert "lags" in configs.refuses(lagging, Kind(False))
-    assert "lags" in configs.refuses(lagging, Kind(False, True))
+def test_results_are_staged_where_tiles_follow_each_other():
+    """Where K is not long, so that a stage of the ring less costs little."""
+    fast = Kind(False, True)
+    assert configs.heuristic(fast, 4096, 24576, 1536) == Config("large", 128, 256, 3, staged=True)
+    assert not configs.heuristic(fast, 4096, 24576, 16384).staged
+    one_round = configs.heuristic(fast, 512, 4304, 1152)
+    assert not one_round.staged
+    for kind in (Kind(True), Kind(False)):
+        assert not configs.heuristic(kind, 4096, 24576, 1536).staged
+        refused = configs.refuses(Config("large", 128, 192, 4, staged=True), kind)
+        assert "stages its results" in refused

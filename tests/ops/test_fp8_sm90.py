@@ -110,27 +110,26 @@ def test_what_the_tuner_times(m, n, k, kind):
     assert set(wanted) <= set(legal) and 3 <= len(set(wanted)) == len(wanted) <= 60
     assert all(Config(**c.as_dict()) == c for c in legal)
     assert all(configs.refuses(c, kind, m) is None for c in legal)
-    if m > 64:  # the heuristic's is among them, results stored and staged
-        tiles = [configs.heuristic(kind, m, n, k).tile]
-        assert m <= 256 or {c.staged for c in wanted if c.tile in tiles} == {False, True}
+    if m > 256:  # the heuristic's is among them, results stored and, where it can, staged
+        tile = configs.heuristic(kind, m, n, k).tile
+        of_tile = {c.staged for c in wanted if c.tile == tile}
+        assert of_tile == {c.staged for c in legal if c.tile == tile}
 
 
 def test_names_tell_configurations_apart():
     tiles, names = set(), set()
     for kind in KINDS.values():
         for c in configs.configs(kind, 1):
-            tiles.add((c.policy, c.tile, c.cluster, c.lag, c.staged))
+            tiles.add((c.policy, c.tile, c.cluster, c.staged))
             names.add(c.name)
     assert len(names) == len(tiles)
     plain = Kind(False, True, BIAS)
     large = gemm.kernel_name(Config("large", 256, 96, 5), plain)
-    assert large == ("cuda/fp8/large.cu", "fp8_large<1, false, true, 96, 2, 5, 32, false, false>")
+    assert large == ("cuda/fp8/large.cu", "fp8_large<1, false, true, 96, 2, 5, 32, false>")
     for c, n in ((Config("large", 256, 96, 5), 80), (Config("large", 256, 80, 5), 96)):
-        assert gemm.kernel_name(c, plain, n)[1].endswith(f", {c.columns}, 2, 5, 16, false, false>")
-    late = gemm.kernel_name(Config("large", 128, 192, 5, lag=True), Kind(True), 64)[1]
-    assert late == "fp8_large<0, true, false, 192, 1, 5, 32, true, false>"
-    staged = gemm.kernel_name(Config("large", 128, 192, 4, staged=True), Kind(True), 64)[1]
-    assert staged == "fp8_large<0, true, false, 192, 1, 4, 32, false, true>"
+        assert gemm.kernel_name(c, plain, n)[1].endswith(f", {c.columns}, 2, 5, 16, false>")
+    staged = gemm.kernel_name(Config("large", 128, 192, 4, staged=True), KINDS["fast"], 64)[1]
+    assert staged == "fp8_large<0, false, true, 192, 1, 4, 32, true>"
     small = gemm.kernel_name(Config("small", 16, 64, 8, 4), Kind(True, False, BIAS | GELU))
     assert small == ("cuda/fp8/small.cu", "fp8_small<5, true, false, 16, 8, 4>")
 
@@ -154,13 +153,8 @@ def test_illegal_configurations():
             *((large, c) for c in ({"stages": 2}, {"stages": 5}, {"policy": "huge"})),
             *((large, c) for c in ({"rows": 256.0}, {"rows": "256"}, {"raster": True})),
             *((large, c) for c in ({"policy": None}, {"stages": None}, {"columns": 64.0})),
-            *(
-                (base, c)
-                for base in (large, small)
-                for c in ({"lag": True}, {"lag": 0}, {"staged": 1})
-            ),
-            (small, {"staged": True}),
-            (large, {"staged": True}),  # one stage less
+            *((base, {"staged": s}) for base in (large, small) for s in (1, True)),
+            (large, {"staged": True, "stages": 3}),
             *((small, c) for c in ({"rows": 24}, {"columns": 128}, {"stages": 2}, {"rows": 256})),
             *((small, c) for c in ({"cluster": 3}, {"cluster": 16}, {"cluster": 0})),
             *((small, c) for c in ({"stages": 99}, {"cluster": True})),
@@ -180,8 +174,9 @@ def test_which_tiles_are_legal():
         assert widths(KINDS[name], 256) == [64, 80, 96, 112, 128], name
         plain = [64, 80, 96, 112, 128, 144, 160, 192]
         assert widths(KINDS[name], 128) == [*plain, *wide], name
-    late = {c.tile for kind in KINDS.values() for c in configs.configs(kind, 1) if c.lag}
-    assert late == {(128, 160), (128, 192)}
+    for name, tiles in (("scaled", []), ("promoted", []), ("fast", [(128, 192, 4), (128, 256, 3)])):
+        staged = {c.tile: c.stages for c in configs.configs(KINDS[name], 1) if c.staged}
+        assert [(*tile, deepest) for tile, deepest in staged.items()] == tiles
 
 
 # --- what it runs --------------------------------------------------------------------------------
@@ -296,7 +291,7 @@ def test_the_tuned_table_is_asked_first(table):
         {**named, "config": {**best.as_dict(), "stages": 9}},
         {**named, "config": {**best.as_dict(), "stages": "4"}},
         {**named, "config": {**best.as_dict(), "raster": None}},
-        {**named, "config": {**best.as_dict(), "lag": 1}},
+        {**named, "config": {**best.as_dict(), "lag": False}},
         {**named, "config": {**best.as_dict(), "staged": "no"}},
         {**named, "m": 5, "config": {**other.as_dict(), "cluster": 16}},
         {**named, "m": 5, "config": {"policy": "small", "rows": 8, "ahead": True}},

@@ -58,7 +58,7 @@ def kernel_name(config: Config, kind: Kind, n: int = 32) -> tuple[str, str]:
     flags = f"{kind.epilogue}, {str(kind.scaled).lower()}, {str(kind.fast).lower()}"
     if config.policy == "large":
         tile = f"{config.columns}, {config.rows // 128}, {config.stages}, {_group(config, n)}"
-        tile += f", {str(config.lag).lower()}, {str(config.staged).lower()}"
+        tile += f", {str(config.staged).lower()}"
         return "cuda/fp8/large.cu", f"fp8_large<{flags}, {tile}>"
     tile = f"{config.rows}, {config.stages}, {config.cluster}"
     return "cuda/fp8/small.cu", f"fp8_small<{flags}, {tile}>"

@@ -5,10 +5,8 @@
 // each. FAST: the tensor cores add everything. Else partial sums of kUnit blocks of K are promoted to
 // FP32 totals, one wave at a time through one accumulator, while the other warpgroup multiplies.
 //
-// STAGED: results leave through shared memory by TMA, and nothing waits for them on their way.
-//
-// LAG: the second warpgroup starts each tile two blocks of K after the first, so that one stores its
-// results while the other multiplies.
+// STAGED (where the tensor cores add everything): results leave through shared memory by TMA, and
+// nothing waits for them on their way.
 //
 // The box of the weight brings its rows in another order, in groups of GROUP: so each lane's
 // accumulators are GROUP / 4 neighbouring columns of the output, and leave as 16 or 8 bytes with no
@@ -21,7 +19,6 @@
 using namespace farro;
 
 constexpr int kConsumers = 2;  // warpgroups that multiply
-constexpr int kLag = 2;        // blocks of K
 
 template <int ROWS, int COLUMNS, int STAGES, bool SCALED, bool STAGED>
 struct Shared {
@@ -29,14 +26,13 @@ struct Shared {
   // [ROWS][blocks] or [blocks][ROWS] of the input, then [blocks][2] of the weight
   static constexpr int scale_floats = SCALED ? kScaleBlocks * (ROWS + 2) : 0;
   static constexpr int a = 0, b = a + STAGES * a_bytes;
-  static constexpr int out = b + STAGES * b_bytes;  // of each wave and warp [groups][16 rows][GROUP]
+  static constexpr int out = b + STAGES * b_bytes;  // of each warp [groups][16 rows][GROUP]
   static constexpr int scales = out + (STAGED ? ROWS * COLUMNS * 2 : 0);
   static constexpr int full = scales + kScaleStages * scale_floats * 4;
   static constexpr int empty = full + 8 * STAGES;
   static constexpr int scale_full = empty + 8 * STAGES;
   static constexpr int scale_empty = scale_full + 8 * kScaleStages;
-  static constexpr int begun = scale_empty + 8 * kScaleStages;  // the first warpgroup is kLag ahead
-  static constexpr int bytes = begun + 8;
+  static constexpr int bytes = scale_empty + 8 * kScaleStages;
 };
 
 // The weight's: of the two blocks of 128 rows that a tile's columns may lie in.
@@ -103,14 +99,14 @@ __device__ __forceinline__ void store_wave(const Problem& p, const float (&total
 }
 
 // The same results to shared memory, and from there by TMA. `staged` holds one warp's 16 rows.
-template <int EPILOGUE, bool SCALED, int COLUMNS, int GROUP, int WAVES>
+template <int EPILOGUE, int COLUMNS, int GROUP>
 __device__ __forceinline__ void stage_wave(const Problem& p, const TensorMap* map,
                                            const float (&total)[COLUMNS / 2], float alpha,
                                            u8* staged, int first_row, int first_column, int lane) {
   constexpr int COUNT = GROUP / 4;
   const int lane_column = first_column + COUNT * (lane % 4), row = first_row + lane / 4;
   u8* to = staged + lane * (2 * COUNT);
-  if (lane == 0) tma_store_wait<WAVES - 1>();  // the tile before has left this place
+  if (lane == 0) tma_store_wait<0>();  // the tile before has left this place
   __syncwarp();
 #pragma unroll
   for (int g = 0; g < COLUMNS / GROUP; ++g) {
@@ -129,7 +125,7 @@ __device__ __forceinline__ void stage_wave(const Problem& p, const TensorMap* ma
         finish_values<EPILOGUE>(p, sum, alpha, bias, row + 8 * half, column, value);
       } else {
 #pragma unroll
-        for (int i = 0; i < COUNT; ++i) value[i] = SCALED ? sum[i] : __fmul_rn(alpha, sum[i]);
+        for (int i = 0; i < COUNT; ++i) value[i] = __fmul_rn(alpha, sum[i]);
       }
 #pragma unroll
       for (int i = 0; i < COUNT / 2; ++i) pair[i] = pack2(value[2 * i], value[2 * i + 1], BFloat16{});
@@ -145,7 +141,7 @@ __device__ __forceinline__ void stage_wave(const Problem& p, const TensorMap* ma
 
 constexpr int divisor(int a, int b) { return b == 0 ? a : divisor(b, a % b); }
 
-template <int EPILOGUE, bool SCALED, bool FAST, int COLUMNS, int WAVES, int STAGES, int GROUP, bool LAG,
+template <int EPILOGUE, bool SCALED, bool FAST, int COLUMNS, int WAVES, int STAGES, int GROUP,
           bool STAGED>
 __global__ void __launch_bounds__(128 + 128 * kConsumers, 1)
     fp8_large(const __grid_constant__ TensorMap map_a, const __grid_constant__ TensorMap map_b,
@@ -153,7 +149,7 @@ __global__ void __launch_bounds__(128 + 128 * kConsumers, 1)
   constexpr int ROWS = 64 * WAVES * kConsumers;
   constexpr int kUnit = SCALED || FAST ? 1 : 2;  // blocks of K between promotions
   using S = Shared<ROWS, COLUMNS, STAGES, SCALED, STAGED>;
-  static_assert(STAGES > kUnit && !(SCALED && FAST) && (SCALED || !LAG));
+  static_assert(STAGES > kUnit && !(SCALED && FAST) && (!STAGED || (FAST && WAVES == 1)));
   static_assert(COLUMNS % GROUP == 0 && (GROUP == 16 || GROUP == 32));
   static_assert(!SCALED || COLUMNS <= kDepth + divisor(kDepth, COLUMNS), "in two blocks of scales");
   static_assert(S::a_bytes % 1024 == 0 && S::b_bytes % 1024 == 0, "whole atoms of the swizzle");
@@ -177,7 +173,6 @@ __global__ void __launch_bounds__(128 + 128 * kConsumers, 1)
       mbarrier_init(base + S::scale_full + 8 * i, 32);
       mbarrier_init(base + S::scale_empty + 8 * i, 4 * kConsumers);
     }
-    mbarrier_init(base + S::begun, 4);
     fence_mbarrier_init();
   }
   __syncthreads();
@@ -237,28 +232,12 @@ __global__ void __launch_bounds__(128 + 128 * kConsumers, 1)
   auto give_back = [&](int stage) {
     if (lane == 0) mbarrier_arrive(base + S::empty + 8 * stage);
   };
-  // The first may be as far ahead as there are stages: in shorter tiles it could pass twice
-  const bool lags = LAG && blocks > STAGES + 1;
-  u32 begun = 0;
-
-  // Whether the first of two waves leaves while the second multiplies; else registers are too few
-  constexpr bool kEarly = STAGED && !FAST && EPILOGUE == 0;
-  // A wave's results of the tile at (row, column)
-  auto send = [&](const float(&sums)[COLUMNS / 2], int w, int row, int column) {
-    u8* staged = shared + S::out + ((consumer * WAVES + w) * 4 + warp) * (32 * COLUMNS);
-    stage_wave<EPILOGUE, SCALED, COLUMNS, GROUP, WAVES>(
-        p, &map_out, sums, alpha, staged, row + wave_row + 64 * w + 16 * warp, column, lane);
-  };
 
   for (int t = blockIdx.x; t < tiles; t += gridDim.x) {
     int row_tile, column_tile;
     tile_at(t, row_tiles, column_tiles, p.raster, row_tile, column_tile);
     const int first_column = column_tile * COLUMNS;
     float total[WAVES][COLUMNS / 2];
-    if (lags && consumer == 1) {
-      mbarrier_wait(base + S::begun, begun);
-      begun ^= 1;
-    }
 
     if constexpr (FAST) {
       Ring<STAGES> done = ring;
@@ -286,12 +265,10 @@ __global__ void __launch_bounds__(128 + 128 * kConsumers, 1)
       for (int w = 0; w < WAVES; ++w) wgmma_hold(total[w]);
       give_back(done.stage);
     } else {
-      if constexpr (!STAGED) {
 #pragma unroll
-        for (int w = 0; w < WAVES; ++w)
+      for (int w = 0; w < WAVES; ++w)
 #pragma unroll
-          for (int i = 0; i < COLUMNS / 2; ++i) total[w][i] = 0.0f;
-      }
+        for (int i = 0; i < COLUMNS / 2; ++i) total[w][i] = 0.0f;
       const int by_row = p.input_scale_vector == 2 ? 1 : kScaleBlocks;
       const int by_block = p.input_scale_vector == 2 ? ROWS : 1;
 
@@ -327,14 +304,6 @@ __global__ void __launch_bounds__(128 + 128 * kConsumers, 1)
                                        descriptor_of(more_b + 2 * k), true);
             }
             wgmma_commit();
-            if (w == WAVES - 1 && lags && consumer == 0 && unit == kLag - 1)
-              if (lane == 0) mbarrier_arrive(base + S::begun);
-            if (STAGED && unit == 0) {  // while the first products run
-#pragma unroll
-              for (int i = 0; i < COLUMNS / 2; ++i) total[w][i] = 0.0f;
-            }
-            if (kEarly && w > 0 && unit == units - 1 && p.out_vector)
-              send(total[0], 0, row_tile * ROWS, first_column);  // its last sums are in
             // What is needed next, while this wave multiplies
             float low = 0.0f, high = 0.0f, next_low = 0.0f, next_high = 0.0f;
             if constexpr (SCALED) {
@@ -397,9 +366,9 @@ __global__ void __launch_bounds__(128 + 128 * kConsumers, 1)
       }
     }
     if (STAGED && p.out_vector) {
-#pragma unroll
-      for (int w = kEarly ? WAVES - 1 : 0; w < WAVES; ++w)
-        send(total[w], w, row_tile * ROWS, first_column);
+      stage_wave<EPILOGUE, COLUMNS, GROUP>(
+          p, &map_out, total[0], alpha, shared + S::out + (4 * consumer + warp) * (32 * COLUMNS),
+          row_tile * ROWS + wave_row + 16 * warp, first_column, lane);
     } else {
 #pragma unroll
       for (int w = 0; w < WAVES; ++w)
