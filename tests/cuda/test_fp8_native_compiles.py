@@ -72,7 +72,7 @@ def check_swiglu(config, tmp_path):
     assert codes == (64 // 2 if large else 4), f"{config}: {codes} conversions to E4M3"
 
 
-# Each tile and cluster once, with an epilogue; those of QUICK in every run, all kinds of all are slow
+# Each tile and cluster once, with an epilogue: those of QUICK in every run, and all of all slowly
 SPREAD = [
     ("scaled", Config("large", 256, 112, 4), BIAS | GELU),
     ("scaled", Config("large", 256, 128, 4), 0),
