@@ -134,10 +134,13 @@ class GpuTimer:
         return median(self.samples(graph.replay, budget))
 
     def host_us(self, call: Callable[[], Any], device_us: float) -> float:
-        """Host time to enqueue a call without waiting: the best of three series of calls."""
+        """Host time to enqueue a call without waiting: the best of ten series of calls.
+
+        Other work on the host's cores makes series longer and none shorter.
+        """
         count = int(max(5, min(100, 2e4 / max(device_us, 1.0))))
         series = []
-        for _ in range(3):
+        for _ in range(10):
             torch.cuda.synchronize(self.device)
             began = time.perf_counter()
             for _ in range(count):
