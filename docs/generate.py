@@ -188,8 +188,9 @@ def _times(rows: list[dict[str, Any]]) -> str:
         auto = by.get((m, "farro auto"), {})
         tops, floor = auto.get("tops"), auto.get("floor_percent")
         more = [f"{tops:.3g}" if tops else "", f"{floor:.0f} %" if floor else ""]
-        lines.append([str(m), *cells, *more])
-    return markdown(["M", *subjects, "auto TOPS", "auto, of the floor's speed"], lines)
+        lines.append([str(m), *cells, number(auto.get("graph_us")), *more])
+    head = ["auto in a CUDA graph", "auto TOPS", "auto, of the floor's speed"]
+    return markdown(["M", *subjects, *head], lines)
 
 
 def _errors(rows: list[dict[str, Any]]) -> str:
@@ -203,11 +204,12 @@ def _errors(rows: list[dict[str, Any]]) -> str:
 
 
 def _host(rows: list[dict[str, Any]]) -> str:
+    """For each subject the least and the largest over M."""
     found: dict[str, list[float]] = {}
     for row in rows:
         if row.get("host_us") is not None and row["role"] != "floor":
             found.setdefault(row["subject"], []).append(row["host_us"])
-    return ", ".join(f"{subject} {min(values):.1f}" for subject, values in found.items())
+    return ", ".join(f"{s} {min(v):.1f} to {max(v):.1f}" for s, v in found.items())
 
 
 def _about(result: dict[str, Any]) -> str:
@@ -237,7 +239,7 @@ def _result(name: str, device: str, result: dict[str, Any]) -> list[str]:
         lines += [_times(rows), f"Largest relative error: {_errors(rows)}.\n"]
         host = _host(rows)
         if host:
-            lines.append(f"Host time of an eager call, microseconds: {host}.\n")
+            lines.append(f"Host time of an eager call over these M, microseconds: {host}.\n")
     for title, rows, head, table in model_shapes.tables(result["rows"]):
         lines += [f"**{title}**, microseconds:\n", markdown(head, table)]
         lines.append(f"Largest relative error: {_errors(rows)}.\n")
@@ -249,6 +251,10 @@ def _result(name: str, device: str, result: dict[str, Any]) -> list[str]:
             f"neighbours is {step['largest_step']:.2f}x (M = {low} to {high}).\n"
         )
     lines += [f"![{p}]({PLOTS}/{device}/{p})\n" for p in plot_names(name, result)]
+    if result.get("settings", {}).get("stopped_early"):
+        lines.append(
+            "This run ended at its time limit: cases at the end of its list are missing.\n"
+        )
     missing = [f"{m['name']} ({m['reason']})" for m in result.get("missing", [])]
     if missing:
         lines.append("Not run: " + "; ".join(missing) + ".\n")
@@ -286,7 +292,8 @@ def performance() -> str:
         "ways of computing a problem timed in turn on the same data, with each result's error. "
         "*read floor* is the time in which the same run's fastest kernel merely reads the bytes of "
         "the call. Cold caches: a buffer larger than the last-level cache is overwritten before "
-        "each run. The JSON behind each table is in `benchmarks/results/<device>/`.\n",
+        "each run. Host time is what one eager call keeps the host busy without waiting, the best "
+        "of several series of calls. The JSON behind each table is in `benchmarks/results/<device>/`.\n",
     ]
     for device in devices():
         results = benchmarks(device)

@@ -39,6 +39,34 @@ def test_a_larger_error_is_a_regression():
         assert len(lines) == 1 and "error" in lines[0]
 
 
+def test_rows_of_other_sets_do_not_stand_for_each_other():
+    """The dense sweep times sizes again, with fewer runs."""
+    before = result(row(us=100, set="default"), row(us=125, set="dense"))
+    now = result(row(us=130, set="default"), row(us=126, set="dense"))
+    lines, compared = results.regressions(now, before, 0.1)
+    assert compared == 2 and len(lines) == 1 and "130.0 us, was 100.0" in lines[0]
+    rows = [row("farro auto", 120, set="default", kernel="int8_gemm.cuda")]
+    rows += [row("farro triton", 100, set="default"), row("farro auto", 100, set="dense")]
+    assert len(results.behind(rows)[0]) == 1
+
+
+def test_a_kernel_that_is_gone_is_a_regression():
+    before = result(row(), row("farro triton", 90), row("farro triton", 50, m=99))
+    lines, _ = results.regressions(result(row()), before, 0.1)
+    assert lines == ["farro triton at 16 x 64 x 64 G32: not measured now, was 90.0 us"]
+    assert results.regressions(result(row("farro cuda")), before, 0.1) == ([], 0)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("--peers", "huming"), ("--backend", "cdua"), ("--rounds", "0")]
+)
+def test_wrong_names_are_refused(option, value):
+    from farro.cli import app
+
+    told = CliRunner().invoke(app, ["bench", *ARGUMENTS, option, value])
+    assert told.exit_code == 2 and option in told.stderr and value in told.stderr
+
+
 def test_results_of_other_machines_or_operators_do_not_compare():
     for other in (result(device="cpu"), result(operator="int8_quantize")):
         with pytest.raises(ValueError, match=r"another (machine|operator)"):

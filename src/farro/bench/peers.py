@@ -17,7 +17,7 @@ from .case import Missing, Options, Subject
 from .timing import GpuTimer, median
 
 # what --peers takes, beside none, default, tuned
-NAMES = ("bf16", "int_mm", "scaled_mm", "triton", "humming", "deepgemm")
+NAMES = ("bf16", "int_mm", "scaled_mm", "scaled_grouped", "triton", "humming", "deepgemm")
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,14 @@ def exact(
 def product64(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """x [M,K] @ weight [N,K].T in float64."""
     return x.double() @ weight.double().T
+
+
+def check_names(text: str) -> None:
+    """ValueError for a name in --peers that no benchmark knows."""
+    for name in text.split(","):
+        if name not in (*NAMES, "none", "default", "tuned"):
+            known = ", ".join(("none", "default", "tuned", *NAMES))
+            raise ValueError(f"--peers: {name!r}; needed some of {known}")
 
 
 def wanted(options: Options, name: str) -> bool:

@@ -150,7 +150,7 @@ def load(path: Path) -> dict[str, Any]:
 
 def key(row: dict[str, Any]) -> tuple[Any, ...]:
     """What makes two rows the same measurement."""
-    names = ("subject", "m", "n", "k", "e", "group_size", "variant", "dtype", "cold")
+    names = ("subject", "set", "m", "n", "k", "e", "group_size", "variant", "dtype", "cold")
     return tuple(row.get(name) for name in names)
 
 
@@ -193,7 +193,21 @@ def regressions(
         worse = row.get("error") is None or row["error"] > 1.5 * (old.get("error") or 0) + 1e-7
         if worse and old.get("error") is not None:
             lines.append(f"{label(row)}: error {row.get('error')}, was {old['error']}")
-    return lines, compared
+    return lines + _gone(now, earlier), compared
+
+
+def _gone(now: dict[str, Any], earlier: dict[tuple[Any, ...], dict[str, Any]]) -> list[str]:
+    """farro's subjects that were measured earlier in a case of this run, and are not now."""
+    measured = {key(row) for row in now["rows"] if row["role"] == "farro"}
+    cases, subjects = {found[1:] for found in measured}, {found[0] for found in measured}
+    asked = (
+        "farro auto" in subjects
+    )  # a run of other back ends alone leaves out what it was told to
+    return [
+        f"{label(row)}: not measured now, was {row['us']:.1f} us"
+        for found, row in earlier.items()
+        if asked and found not in measured and found[1:] in cases and row["us"] is not None
+    ]
 
 
 def behind(rows: Iterable[dict[str, Any]], margin: float = 0.05) -> tuple[list[str], int]:

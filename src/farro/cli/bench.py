@@ -78,6 +78,8 @@ def bench_command(
 
     from ..bench import adapter, results, runner
     from ..bench.case import Options
+    from ..bench.peers import check_names
+    from ..checks import BACKENDS
     from .environment import device_named
 
     where = device_named(device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -85,6 +87,13 @@ def bench_command(
         torch.cuda.set_device(where)
     found = adapter(operator)
     before = None if check is None else results.load(check)
+    check_names(peers)
+    asked = tuple(backend.split(","))
+    for name in asked:
+        if name != "all" and name not in BACKENDS:
+            raise ValueError(f"--backend: {name!r}; needed all, or some of {', '.join(BACKENDS)}")
+    if rounds < 1:
+        raise ValueError(f"--rounds is {rounds}; needed 1 or more")
     options = _options(found, Options(where, 256, _dtype(dtype), peers), group_size, variant)
     plans = _plans(found, where, shapes, (m, n, k), options, dense_m, quick)
     torch.manual_seed(0)
@@ -93,7 +102,7 @@ def bench_command(
         where,
         ["farro", *sys.argv[1:]],
         cold,
-        backends=tuple(backend.split(",")),
+        backends=asked,
         rounds=1 if quick else rounds,
         quick=quick,
         say=lambda line: print(line, file=sys.stderr, flush=True),
