@@ -293,7 +293,8 @@ def performance() -> str:
         "*read floor* is the time in which the same run's fastest kernel merely reads the bytes of "
         "the call. Cold caches: a buffer larger than the last-level cache is overwritten before "
         "each run. Host time is what one eager call keeps the host busy without waiting, the best "
-        "of several series of calls. The JSON behind each table is in `benchmarks/results/<device>/`.\n",
+        "of several series of calls. The JSON behind each table is in "
+        "`benchmarks/results/<device>/`.\n",
     ]
     for device in devices():
         results = benchmarks(device)

@@ -200,9 +200,7 @@ def _gone(now: dict[str, Any], earlier: dict[tuple[Any, ...], dict[str, Any]]) -
     """farro's subjects that were measured earlier in a case of this run, and are not now."""
     measured = {key(row) for row in now["rows"] if row["role"] == "farro"}
     cases, subjects = {found[1:] for found in measured}, {found[0] for found in measured}
-    asked = (
-        "farro auto" in subjects
-    )  # a run of other back ends alone leaves out what it was told to
+    asked = "farro auto" in subjects  # a run that asks for some back ends leaves out others
     return [
         f"{label(row)}: not measured now, was {row['us']:.1f} us"
         for found, row in earlier.items()
