@@ -5,7 +5,7 @@ Triton is imported by the first call, never by the choice.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,7 +58,7 @@ class Launch:
 
     `order` tells which of run()'s tensors the kernel takes, -1 for an absent one; `descriptors`
     makes a tensor descriptor of those that are not passed by pointer. Triton specializes on
-    `numbers`, all but the one at `rows`: the number of tokens.
+    `numbers`, all but the one at `rows` (the number of tokens) and those that the kernel names.
     """
 
     kernel: Any
@@ -110,12 +110,22 @@ def _launcher(call: Launch, tensors: Sequence[torch.Tensor | float | None]) -> L
             (t.dtype, t.data_ptr() % 16 == 0) if isinstance(t, torch.Tensor) else type(t)
             for t in tensors
         ),
-        *(specialization(n) for i, n in enumerate(call.numbers) if i != call.rows),
+        *_specializations(call),
     )
     return Launcher(
         *(call.kernel, key, last.device.index, call.grid, (*call.numbers, *call.constants)),
         *(call.options, call.descriptors, call.fp8_as_bytes),
     )
+
+
+def _specializations(call: Launch) -> Iterator[tuple[bool, ...]]:
+    """What Triton tells numbers apart by; of those that it does not specialize on, the width."""
+    params = getattr(call.kernel, "params", ())[len(call.order) :]  # () in the interpreter
+    for i, number in enumerate(call.numbers):
+        told = specialization(number)
+        if i == call.rows:
+            continue
+        yield told[2:] if params and params[i].do_not_specialize else told
 
 
 def run_bound(

@@ -228,10 +228,12 @@ def warm(device: torch.device, shape: tuple[int, ...]) -> list[Callable[[], Any]
         return function(codes(m, k), codes(n, k), alpha=alpha, fast_accum=fast, **made)
 
     residual = {"residual": ((m, n), torch.bfloat16)}
+    row = {"residual": ((n,), torch.bfloat16)}
     biases = [{"bias": ((n,), dtype)} for dtype in BIAS_DTYPES]
     kinds: list[tuple[Callable[..., Any], dict[str, Any]]] = [
         (fp8_linear_bf16, {}),
         (fp8_linear_residual_bf16, residual),
+        (fp8_linear_residual_bf16, row),
         *((fp8_linear_bias_bf16, bias) for bias in biases),
         *((fp8_linear_bias_gelu_bf16, bias) for bias in biases),
         *((fp8_linear_bias_residual_bf16, {**bias, **residual}) for bias in biases),

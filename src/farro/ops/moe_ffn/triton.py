@@ -67,9 +67,31 @@ def _grid(rows: int, experts: int, tile: Tile, column_tiles: int, device: torch.
     return max(1, min(tiles, _PER_PROCESSOR * _processors(device)))
 
 
+def offsets_read(experts: int) -> int:
+    """By each program, a power of two; kernels differ by it."""
+    return max(_EXPERTS, 1 << (experts - 1).bit_length())
+
+
+def _strides(tensor: torch.Tensor, rows: bool = False) -> tuple[int, ...]:
+    """Those of a tensor, and dense ones of dimensions whose own say nothing: of one element.
+
+    Triton tells kernels apart by them. A stride of 0, which the checks refuse, comes from `warm`:
+    weights of many experts, of which no row but the first expert's is read. `rows`: of weights,
+    dense as they are preferred, with the last two dimensions exchanged.
+    """
+    order = list(range(tensor.dim()))
+    if rows:
+        order[-2:] = order[:-3:-1]
+    strides, dense = list(tensor.stride()), 1
+    for dim in reversed(order):
+        if tensor.shape[dim] == 1 or strides[dim] == 0:
+            strides[dim] = dense
+        dense *= max(tensor.shape[dim], 1)
+    return tuple(strides)
+
+
 def _constants(tile: Tile, experts: int, group_size: int, k: int) -> tuple[Any, ...]:
-    power = max(_EXPERTS, 1 << (experts - 1).bit_length())
-    shape = (group_size, block_k(group_size), power, tile.tokens, tile.columns)
+    shape = (group_size, block_k(group_size), offsets_read(experts), tile.tokens, tile.columns)
     return (*shape, tile.stages, tile.swap, k % group_size == 0, interpreting())
 
 
@@ -92,9 +114,9 @@ def prepare_gate_up(
     (experts, h, _), (rows, i) = w.shape, codes.shape
     # where a feature's gate is, and its up from there: in columns of w and of its scales
     step, up = (2, 1) if interleaved else (1, i)
-    of_w, of_scale = w.stride(), scale_w.stride()
+    of_w, of_scale = _strides(w, rows=True), _strides(scale_w)
     numbers = (
-        *(experts, i, h, *x.stride(), *scale_x.stride()),
+        *(experts, i, h, *_strides(x), *_strides(scale_x)),
         *(of_w[0], of_w[1], step * of_w[2], up * of_w[2]),
         *(of_scale[0], of_scale[1], step * of_scale[2], up * of_scale[2]),
     )
@@ -120,7 +142,7 @@ def prepare_down(
     from . import triton_kernel
 
     (experts, i, h), rows = w.shape, y.shape[0]
-    numbers = (experts, h, i, *w.stride(), *scale_w.stride())
+    numbers = (experts, h, i, *_strides(w, rows=True), *_strides(scale_w))
     constants = _constants(tile, experts, group_size, i)
     grid = (_grid(rows, experts, tile, -(-h // tile.columns), y.device), 1, 1)
     order, options = tuple(range(6)), {"num_warps": tile.warps, **_OPTIONS}
@@ -140,7 +162,7 @@ def prepare_combine(
     (tokens, topk), h = route_dest.shape, out.shape[1]
     while h > block * 65535:  # a grid's second dimension ends there
         block *= 2
-    numbers = (topk, h, *topk_weights.stride())
+    numbers = (topk, h, *_strides(topk_weights))
     grid = (tokens, -(-h // block), 1)
     options = {"num_warps": max(1, min(block // 256, 16)), **_OPTIONS}
     order = tuple(range(4))

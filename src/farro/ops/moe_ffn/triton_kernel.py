@@ -31,18 +31,27 @@ def _bfloat16(x, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
+def _power_of_two(n):
+    """2^n of int32 in -126..127."""
+    return ((n + 127) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def _silu(x):
     """x / (1 + exp(-x)) within some units in the last place; -Inf gives NaN.
 
     exp is taken of -|x| alone, which does not overflow, and of a remainder of it: the error of a
-    product x * log2(e) would grow with x.
+    product x * log2(e) would grow with x. 2^n, which a GPU's exp2 gives as 0 below 2^-126, is two
+    factors, and x comes before the second, so that a result that is a normal number has all bits.
     """
     t = -tl.abs(x)
-    n = tl.floor(t * LOG2E + 0.5)
+    n = tl.floor(tl.maximum(t, FLUSHED) * LOG2E + 0.5)
     remainder = tl.fma(n, -LN2_LOW, tl.fma(n, -LN2_HIGH, t))
-    e = tl.exp2(remainder * LOG2E) * tl.exp2(n)
-    e = tl.where(t < FLUSHED, 0.0, e)
-    return tl.div_rn(tl.where(x < 0, x * e, x), 1.0 + e)
+    half = n.to(tl.int32) >> 1
+    part = tl.exp2(remainder * LOG2E) * _power_of_two(half)
+    part = tl.where(t < FLUSHED, 0.0, part)
+    rest = _power_of_two(n.to(tl.int32) - half)
+    return tl.div_rn(tl.where(x < 0, x * part * rest, x), 1.0 + part * rest)
 
 
 @triton.jit
@@ -290,7 +299,7 @@ def down(
         tl.store(y + places, value, mask=in_rows[:, None] & in_columns[None, :])
 
 
-@triton.jit(do_not_specialize=["topk"])
+@triton.jit(do_not_specialize=["topk", "stride_wt", "stride_wj"])
 def combine(
     y,
     route_dest,

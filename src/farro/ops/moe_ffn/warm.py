@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ from ...problem import Problem
 from ..int8_gemm.checks import OUTPUT_DTYPES
 from ..moe_route.plan import ID_DTYPES
 from .checks import ARGUMENTS, NAME
+from .triton import offsets_read
 
 _TOPK = (1, 2, 4, 6, 8, 10)
 # how many there are decides how many rows one has, and so which tiles are taken
@@ -24,10 +26,7 @@ _EXPERTS = (1, 8, 32, 64, 128, 256)
 def calls(
     operator: Operator, device: torch.device, shape: tuple[int, ...]
 ) -> list[Callable[[], Any]]:
-    """Calls for (tokens, I, H): each group size, number of routes, ids and output dtype.
-
-    Both layouts of gate and up share their kernels.
-    """
+    """Calls for (tokens, I, H): each group size, number of routes, ids and output dtype."""
     usual: dict[str, Any] = {
         "group_size": GROUP_SIZES[-1],
         "topk": 8,
@@ -77,16 +76,23 @@ def _run(
     ids: torch.dtype,
     dtype: torch.dtype,
 ) -> None:
-    """Each kernel and configuration that some number of experts has, on the weights of one."""
+    """Each kernel and configuration that some number of experts has, on the weights of one.
+
+    Zeros as ids leave all routes to it: the others' weights may be anywhere.
+    """
     form = (group_size, topk, ids)
-    params = {"group_size": group_size, "interleaved": False, "output_dtype": dtype}
-    chosen: dict[Any, Callable[..., None]] = {}
-    for experts in _EXPERTS:
+    # strides that 16 does not divide are others where gate and up are interleaved
+    layouts = (False, True) if shape[2] % 16 else (False,)
+    chosen: dict[Any, tuple[Callable[..., None], int, bool]] = {}
+    for experts, interleaved in itertools.product(_EXPERTS, layouts):
         tensors: dict[str, Any] = dict(operands("meta", shape, experts, *form))
+        params = {"group_size": group_size, "interleaved": interleaved, "output_dtype": dtype}
         choice = select(operator, Problem.of(NAME, tensors, params, arch_of(device)))
-        chosen.setdefault((choice.kernel.name, choice.config), choice.run)
-    given = operands(device, shape, 1, *form).values()
+        key = (choice.config, offsets_read(experts), interleaved)
+        chosen.setdefault(key, (choice.run, experts, interleaved))
+    given = operands(device, shape, 1, *form)
     out = torch.empty(shape[0], shape[2], dtype=dtype, device=device)
-    for run in chosen.values():
+    for run, experts, interleaved in chosen.values():
         if out.numel():
-            run(*given, out, group_size, False)
+            many = {n: t.expand(experts, -1, -1) if t.dim() == 3 else t for n, t in given.items()}
+            run(*many.values(), out, group_size, interleaved)
