@@ -6,10 +6,14 @@ gpu marker, after the blocks above it on the same page.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import importlib
 import re
 import shlex
+import types
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -69,13 +73,17 @@ def inline_code(text: str) -> list[str]:
     return [token.content for token in tokens if token.type == "code_inline"]
 
 
-def execute(path: Path, text: str, gpu: bool = False) -> dict:
-    """Run a page's Python blocks in order, in one namespace; line numbers are the page's."""
+def execute(path: Path, text: str, gpu: AbstractContextManager | None = None) -> dict:
+    """Run a page's Python blocks in order, in one namespace; line numbers are the page's.
+
+    Those that need a GPU run in the context `gpu`, if there is one.
+    """
     names: dict = {"__name__": f"page_{path.stem}"}
     for block in blocks(text):
         if block.language == "python" and (not block.reason or (gpu and block.reason == GPU)):
             code = compile("\n" * block.line + block.text, str(path), "exec")
-            exec(code, names)
+            with gpu if gpu and block.reason else contextlib.nullcontext():
+                exec(code, names)
     return names
 
 
@@ -98,8 +106,51 @@ def test_python_blocks_run(path, capsys):
 @pages(GPU)
 def test_python_blocks_that_need_a_gpu_run(path, capsys):
     with torch.random.fork_rng():
-        execute(path, written(path), gpu=True)
+        execute(path, written(path), gpu=contextlib.nullcontext())
         torch.cuda.synchronize()
+
+
+@contextlib.contextmanager
+def without_a_gpu():
+    """Stand-ins for CUDA: calls choose as on a GPU, and a capture may launch nothing cold."""
+    from ..launch_keys import ARCHS, recorded_launches
+
+    with pytest.MonkeyPatch.context() as patch, recorded_launches(ARCHS[-1]) as found:
+
+        @contextlib.contextmanager
+        def capture(graph):
+            warm = set(found)
+            found.clear()
+            yield
+            cold = [kernel for key, kernel in found.items() if key not in warm]
+            assert found and not cold, f"not compiled before the capture: {cold}"
+
+        graph = types.SimpleNamespace(replay=lambda: None)
+        patch.setattr(torch.cuda, "CUDAGraph", lambda: graph)
+        patch.setattr(torch.cuda, "graph", capture)
+        patch.setattr(torch.Tensor, "cuda", torch.Tensor.clone)
+        patch.setattr(farro, "warmup", functools.partial(farro.warmup, "cpu"))
+        yield
+
+
+@pages(GPU)
+def test_python_blocks_that_need_a_gpu_fit_together(path):
+    pytest.importorskip("triton")
+    with torch.random.fork_rng():
+        execute(path, written(path), gpu=without_a_gpu())
+
+
+def test_a_capture_of_what_is_cold_is_found(tmp_path):
+    pytest.importorskip("triton")
+    text = (
+        "<!-- no-run: needs a GPU -->\n```python\nimport farro, torch\n"
+        "farro.warmup(shapes=[(4, 32, 64)])\nx = torch.randn(4, {}).cuda().bfloat16()\n"
+        "with torch.cuda.graph(torch.cuda.CUDAGraph()):\n"
+        "    farro.quantize_int8_groups(x)\n```\n"
+    )
+    execute(tmp_path / "page.md", text.format(64), gpu=without_a_gpu())
+    with pytest.raises(AssertionError, match="quantize_groups"):
+        execute(tmp_path / "page.md", text.format(63), gpu=without_a_gpu())
 
 
 def test_every_language_and_reason_is_known():
@@ -123,7 +174,7 @@ def test_a_false_page_is_found(tmp_path):
     )
     assert execute(tmp_path / "page.md", hidden)["x"] == 1
     with pytest.raises(AssertionError):
-        execute(tmp_path / "page.md", hidden, gpu=True)
+        execute(tmp_path / "page.md", hidden, gpu=contextlib.nullcontext())
     for line in (
         "farro verify --no-such-option",
         "farro explain int8_gemm",

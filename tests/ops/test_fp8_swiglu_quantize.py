@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 
 import pytest
@@ -21,6 +22,8 @@ from farro.testing import (
     swiglu_cases,
 )
 from farro.testing.fp8_swiglu_quantize import codes_that_differ, far_from_swiglu
+
+from .fp8_far_gates import check_far_gates
 
 NAME = "fp8_blockwise_swiglu_quantize_fp8"
 E4M3 = torch.float8_e4m3fn
@@ -42,6 +45,11 @@ def swiglu(*args, **kwargs):
 
 def made(m, n, k, seed, **fields):
     return SwigluCase("made", m, n, k, **fields).build(seed=seed)
+
+
+def test_far_gates():
+    config = KERNELS["cpu"].config(made(9, 256, 16, 0).problem)
+    check_far_gates(functools.partial(KERNELS["cpu"].function(), config), "cpu")
 
 
 def to_bf16(x: float) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from farro.problem import Problem, TensorSpec
 from farro.testing import FP8_PROMOTED_SUM, SwigluCase, assert_bit_equal, swiglu_cases
 from farro.testing.fp8_swiglu_quantize import codes_that_differ, far_from_swiglu
 
+from .fp8_far_gates import check_far_gates
 from .triton_interpreter import run_again
 
 pytest.importorskip("triton")
@@ -203,6 +205,13 @@ def test_every_family_on_a_gpu(family, generator):
             bits = bits or got
             for one, other in zip(got, bits):
                 assert_bit_equal(one, other, f"{config} {m}x{n}x{k}")
+
+
+@pytest.mark.gpu
+def test_far_gates_on_a_gpu():
+    problem = SwigluCase("far", 9, 256, 16).build("cuda").problem
+    for config in spread(problem, triton.FAMILIES[0], 3) + [triton.config(problem)]:
+        check_far_gates(functools.partial(triton.run, config), "cuda")
 
 
 @pytest.mark.gpu

@@ -17,6 +17,7 @@ from farro.testing.fp8_blockwise_linear import codes_of, magnitude_of, scales_of
 from farro.testing.fp8_swiglu_quantize import codes_that_differ, far_from_swiglu, swiglu_cases
 
 from . import fp8_sm90_forced as tools
+from .fp8_far_gates import check_far_gates
 from .fp8_sm90_forced import padded
 from .sm90_forced import compile_all, skip_without_it
 
@@ -200,6 +201,14 @@ def test_what_is_not_finite_stays_in_its_group(config, generator):
     spread = clean.repeat_interleave(128, 1)[:, :400]
     assert not scale[~clean].isfinite().any() and q[~spread].float().isnan().all(), config
     same((q[spread], scale[clean]), (want[0][spread], want[1][clean]), config)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_far_gates(config):
+    def run_padded(x, weight, *rest):
+        sm90.prepare(config, padded(x), padded(weight), *rest).on_current_stream()
+
+    check_far_gates(run_padded, tools.DEVICE)
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)

@@ -6,6 +6,7 @@ The interpreter truncates FP32 to BF16, so v may be a whole step of BF16 below t
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 
 import pytest
@@ -17,6 +18,8 @@ from farro.ops.fp8_swiglu_quantize import triton
 from farro.ops.fp8_swiglu_quantize.triton import Config
 from farro.testing import FP32_SUM, SwigluCase, assert_bit_equal, swiglu_cases
 from farro.testing.fp8_swiglu_quantize import far_from_swiglu
+
+from ..fp8_far_gates import check_far_gates
 
 pytestmark = [
     pytest.mark.skipif(not interpreting(), reason="run by run_again"),
@@ -64,6 +67,11 @@ def test_every_family(config, generator):
         call = SwigluCase("forced", 19, 150, k, scales=scales).build(seed=seed_of(generator))
         found = far_from_swiglu(*written_by(config, call), *call.products, FP32_SUM, TRUNCATED)
         assert found is None, f"k={k}: {found}"
+
+
+@forced
+def test_far_gates(config):
+    check_far_gates(functools.partial(triton.run, config), "cpu")
 
 
 def test_every_family_gives_the_same_bits_where_sums_are_exact(generator):

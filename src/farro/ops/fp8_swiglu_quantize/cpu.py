@@ -14,6 +14,16 @@ def config(problem: Problem) -> Config:
     return tile_of(m, problem.spec("gate_up_weight").shape[0] // 2, k)
 
 
+def _silu(gate: torch.Tensor) -> torch.Tensor:
+    """Of FP32. torch's is 0 where exp(-gate) overflows, which a large up would show."""
+    silu = torch.nn.functional.silu(gate)
+    far = gate < -80
+    if bool(far.any()):
+        exact = gate.double()
+        silu = torch.where(far, (exact * exact.exp()).float(), silu)
+    return silu
+
+
 def run(
     config: Config,
     x: torch.Tensor,
@@ -27,7 +37,7 @@ def run(
     halves = (weight[:n], weight[n:])
     scales = (weight_scale[: blocks(n)], weight_scale[blocks(n) :])
     for down, across, (gate, up) in tiles(config, x, halves, input_scale, scales):
-        v = torch.nn.functional.silu(gate).bfloat16().float().mul_(up).bfloat16()
+        v = _silu(gate).bfloat16().float().mul_(up).bfloat16()
         codes, scale = quantize(v, "1x128")
         output[down, across] = codes
         output_scale[down, across.start // BLOCK : blocks(across.stop)] = scale

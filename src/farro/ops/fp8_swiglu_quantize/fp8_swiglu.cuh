@@ -12,7 +12,12 @@ struct Output {
   int columns;  // N: gate rows of the weight are [0, N), up rows [N, 2 N)
 };
 
-__device__ __forceinline__ float silu(float x) { return x * __fdividef(1.0f, 1.0f + __expf(-x)); }
+// x / (1 + exp(-x)); -Inf gives NaN. By the root of exp(-|x|): nothing overflows or vanishes, and
+// __fdividef, which gives 0 for divisors above 2^126, has none above 2.
+__device__ __forceinline__ float silu(float x) {
+  const float root = __expf(-0.5f * fabsf(x));
+  return (x < 0.0f ? x * root * root : x) * __fdividef(1.0f, 1.0f + root * root);
+}
 
 __device__ __forceinline__ float rounded(float x) {
   return bf16_to_float(convert(x, BFloat16{}).bits);

@@ -26,8 +26,12 @@ def _multiply(of_x, of_w, partial, SWAP: tl.constexpr, DECODE: tl.constexpr):
 
 @triton.jit
 def _silu(x):
-    """x / (1 + exp(-x)), with an IEEE division; -Inf gives NaN."""
-    return tl.div_rn(x, 1.0 + tl.exp(-x))
+    """x / (1 + exp(-x)) by the root of exp(-|x|), which neither overflows nor vanishes.
+
+    -Inf gives NaN.
+    """
+    root = tl.exp(-0.5 * tl.abs(x))
+    return tl.div_rn(tl.where(x < 0, x * root * root, x), 1.0 + root * root)
 
 
 @triton.jit
