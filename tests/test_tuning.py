@@ -211,7 +211,7 @@ def test_the_preferred_back_end() -> None:
 
     def preferred(m: int, *rows, fits=lambda config: True):
         legal = {"slow": lambda config: True, "fast": fits}
-        return tuning.preferred(rows, {}, _sized(m), 8, legal)
+        return tuning.preferred(rows, {}, _sized(m), 8, legal, ("near",))
 
     assert preferred(1024, auto, slow, fast) == "near"
     assert preferred(512, auto, slow, fast) == "fast"

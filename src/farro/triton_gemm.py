@@ -20,6 +20,13 @@ LONGEST = 2**31 - 2**10  # an index rounded up to whole tiles or loop steps stay
 # KiB of shared memory that one block may have; where an architecture has no row, what all have
 _SHARED = {"sm_80": 163, "sm_87": 163, "sm_90": 227, "sm_100": 227, "sm_103": 227}
 _SHARED_KIB = 99
+DEEPEST = 16  # stages of a loop
+LARGEST_BAND = 64  # row tiles that are visited together: counted with columns, they stay an int32
+
+
+def powers_of_two(*values: int) -> bool:
+    """Whether all are: sides of Triton's tiles and numbers of warps have to be."""
+    return all(value > 0 and value & (value - 1) == 0 for value in values)
 
 
 def shared_limit(problem: Problem) -> int:

@@ -13,9 +13,9 @@ import functools
 import json
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast, get_type_hints
 
 from .cuda.jit import cache_directory
 from .dispatch import forget
@@ -24,6 +24,11 @@ _OPS = Path(__file__).parent / "ops"
 FEW_ROWS = 64  # up to here the bytes of the weights bound a product, and the nearest row serves
 LAUNCH_US = 4.0  # an almost empty kernel
 _CLOSE = 0.25  # in log2 of all sizes together: a row this near knows better than a model
+_SIZES = ("m", "n", "k", "e", "topk")  # what a row says of a problem's size
+_LISTS = ("config", "tile", "model")  # fields of a row that are no plain values
+_SLOWEST = 1e12  # microseconds: no model's numbers are larger
+
+C = TypeVar("C")
 
 
 def user_directory() -> Path:
@@ -46,7 +51,7 @@ def user_path(operator: str, device: str) -> Path:
 def _read(path: Path) -> tuple[dict[str, Any], ...]:
     try:
         rows = json.loads(path.read_text())["rows"]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return ()  # no table, or not one of ours: heuristics serve
     return tuple(row for row in rows if _is_row(row)) if isinstance(rows, list) else ()
 
@@ -56,17 +61,58 @@ def _is_row(row: Any) -> bool:
         return False
     if "model" in row and not _is_model(row):
         return False
-    return all(isinstance(row.get(name, 1), int) for name in ("m", "n", "k"))
+    if not all(_is_size(row.get(name, 1), 0) for name in _SIZES):
+        return False
+    others = (value for name, value in row.items() if name not in _LISTS)
+    return all(value is None or isinstance(value, (bool, int, float, str)) for value in others)
+
+
+def _is_size(value: Any, least: int) -> bool:
+    return type(value) is int and least <= value < 2**63
 
 
 def _is_model(row: dict[str, Any]) -> bool:
     model, tile = row["model"], row.get("tile")
     if not isinstance(model, list) or not isinstance(tile, list):
         return False
-    if len(model) != 3 or not all(isinstance(x, (int, float)) and math.isfinite(x) for x in model):
-        return False
-    sides = len(tile) == 2 and all(isinstance(side, int) and side > 0 for side in tile)
-    return sides and isinstance(row.get("backend"), str)
+    numbers = all(type(x) in (int, float) and 0 <= x <= _SLOWEST for x in model)
+    sides = len(tile) == 2 and all(_is_size(side, 1) for side in tile)
+    return len(model) == 3 and numbers and sides and isinstance(row.get("backend"), str)
+
+
+def parsed(kind: type[C], values: Any) -> C | None:
+    """The configuration that a row describes, or None where it is none of this dataclass.
+
+    Fields have their very types: True is no size and 16.0 no int, whatever they are equal to.
+    """
+    hints = _hints(cast(Hashable, kind))
+    if not isinstance(values, Mapping) or not values.keys() <= hints.keys():
+        return None
+    fields: dict[str, Any] = {}
+    for name, value in values.items():
+        hint = hints[name]
+        fields[name] = parsed(hint, value) if hasattr(hint, "__dataclass_fields__") else value
+        if type(fields[name]) is not hint:
+            return None
+    try:
+        return kind(**fields)
+    except TypeError:  # fields are missing: a table of another version
+        return None
+
+
+@functools.lru_cache(maxsize=64)
+def _hints(kind: Any) -> dict[str, Any]:
+    return get_type_hints(kind)
+
+
+def takes(kind: type[C], refuses: Callable[[C], str | None]) -> Callable[[dict[str, Any]], bool]:
+    """For `nearest` and `chosen`: whether a row has a configuration, one that is not refused."""
+
+    def legal(values: dict[str, Any]) -> bool:
+        found = parsed(kind, values)
+        return found is not None and refuses(found) is None
+
+    return legal
 
 
 def table(operator: str, device: str) -> tuple[dict[str, Any], ...]:
@@ -189,12 +235,19 @@ def preferred(
     sizes: Mapping[str, int],
     multiprocessors: int,
     legal: Mapping[str, Callable[[dict[str, Any]], bool]],
+    backends: Collection[str] = (),
 ) -> str | None:
     """The back end that the table finds fastest for a product, or None where it cannot tell.
 
-    `legal` says of each back end which configurations it would take for the problem.
+    `legal` says of each back end which configurations it would take for the problem. A row may
+    name one of these, or of `backends`; one that names anything else is passed over.
     """
-    near = _nearest(rows, {"backend": "auto", **exact}, sizes, lambda config: True)
+
+    def names_one(config: dict[str, Any]) -> bool:
+        named = config.get("backend")
+        return isinstance(named, str) and (named in legal or named in backends)
+
+    near = _nearest(rows, {"backend": "auto", **exact}, sizes, names_one)
     if sizes["m"] > FEW_ROWS and (near is None or near[0] > _CLOSE):
         times: dict[str, float] = {}
         for backend, takes in legal.items():
@@ -204,8 +257,7 @@ def preferred(
                 times[backend] = found[1]
         if len(times) > 1:
             return min(times, key=times.__getitem__)
-    named = None if near is None else near[1].get("backend")
-    return named if isinstance(named, str) else None
+    return None if near is None else str(near[1]["backend"])
 
 
 def write(path: Path, operator: str, device: str, rows: list[dict[str, Any]], about: Any) -> None:

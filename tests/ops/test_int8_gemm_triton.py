@@ -95,6 +95,27 @@ def test_why_a_configuration_is_refused():
         ({"family": "pointers", "warps": 4}, "registers"),
     ):
         assert reason in triton.refuses(dataclasses.replace(ring, **change), problem)
+    plain = Config("pointers", False, 64, 64, 256, 8, 4, 2)
+    assert triton.refuses(plain, problem) is None
+    for change, reason in (
+        ({"block_k": 384}, "whole groups"),  # a loop walks 256 at a time: 384 of K is no multiple
+        ({"block_k": 640}, "whole groups"),
+        ({"block_k": 96}, "whole groups"),
+        ({"block_k": 16}, "32 of K"),
+        ({"block_k": 0}, "32 of K"),
+        ({"block_n": 48}, "power of two of columns"),
+        ({"block_n": -16}, "power of two of columns"),
+        ({"block_n": 8}, "16 columns"),
+        ({"block_m": 8}, "16 rows"),
+        ({"group_m": 0}, "row tiles"),
+        ({"group_m": 128}, "row tiles"),
+        ({"stages": 0}, "stages"),
+        ({"warps": 0}, "a warp at least"),
+        ({"warps": 3}, "powers of two"),
+        ({"family": "rings"}, "the families are"),
+    ):
+        assert reason in triton.refuses(dataclasses.replace(plain, **change), problem), change
+    assert "columns" in triton.refuses(dataclasses.replace(ring, block_n=48), problem)
     three = dataclasses.replace(ring, block_m=192, warps=12)
     assert triton.refuses(three, problem) is None  # half a group a stage
     at128 = problem_of(1024, 4096, 4096, 128)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -37,6 +39,31 @@ def test_choices_are_legal(group_size):
             for config in triton.configs(problem):
                 assert triton.refuses(config, problem) is None
                 assert triton.Config.from_dict(config.as_dict()) == config
+    for k in (2**21, 2**29 + 1, 2**30 - 1, 2**30, 2**30 + 32, 2**31 - 65536 - 1):
+        for rows in (0, 1, 100):
+            problem = problem_of((rows, k), group_size)
+            assert triton.why_not(problem) is None
+            chosen = triton.config(problem)
+            assert triton.refuses(chosen, problem) is None, (k, chosen)
+            assert chosen.rows * chosen.groups * group_size <= 65536  # past k, offsets stay int32
+            assert triton.configs(problem)
+            assert all(triton.refuses(c, problem) is None for c in triton.configs(problem))
+    assert "longer than that" in triton.why_not(problem_of((1, 2**31 - 65536), group_size))
+
+
+def test_why_a_configuration_is_refused():
+    problem = problem_of((64, 4096), 128)
+    usual = triton.config(problem)
+    assert triton.refuses(usual, problem) is None
+    for change, reason in (
+        *(({name: value}, "powers of two") for name in ("rows", "groups") for value in (-1, 0, 3)),
+        ({"warps": 64}, "at most 32"),
+        ({"rows": 4096}, "would spill"),
+        ({"policy": "another"}, "no policy"),
+    ):
+        assert reason in triton.refuses(dataclasses.replace(usual, **change), problem), change
+    wide = problem_of((1, 2**30), 32)
+    assert "grid" in triton.refuses(dataclasses.replace(usual, rows=1), wide)
 
 
 def test_leading_dimensions_collapse():

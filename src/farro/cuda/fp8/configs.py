@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ...problem import Problem, TensorSpec
-from ...tuning import FEW_ROWS, chosen, preferred, table
+from ...tuning import FEW_ROWS, chosen, preferred, table, takes
 
 SHARED_LIMIT = 232448  # bytes a CTA may use on SM90
 _SHARED_OF_SM = 233472  # of which each CTA costs 1 KiB more than it uses
@@ -87,8 +87,8 @@ def refuses(config: Config, kind: Kind, m: int = 1) -> str | None:
     sizes = (c.rows, c.columns, c.stages, c.cluster, c.raster)
     if any(type(size) is not int or size < 1 for size in sizes) or c.stages < 3:
         return "sizes are positive ints, and a ring has three stages at the least"
-    if type(c.staged) is not bool:
-        return "staged is True or False"
+    if type(c.staged) is not bool or c.raster > 64:
+        return "staged is True or False, and raster 64 at most"
     if shared_bytes(c, kind.scaled) > SHARED_LIMIT:
         return f"{shared_bytes(c, kind.scaled)} bytes of shared memory, the limit is {SHARED_LIMIT}"
     if c.policy == "large":
@@ -103,7 +103,7 @@ def refuses(config: Config, kind: Kind, m: int = 1) -> str | None:
 
 
 def _refuses_large(c: Config, kind: Kind) -> str | None:
-    if c.columns not in _LARGE.get(c.rows, ()) or c.cluster != 1 or c.raster > 64:
+    if c.columns not in _LARGE.get(c.rows, ()) or c.cluster != 1:
         return "no such tile"
     if kind.scaled and c.columns > DEPTH + math.gcd(DEPTH, c.columns):
         return "a tile has the scales of two blocks of columns at the most"
@@ -210,12 +210,7 @@ def tuned(problem: Problem, kind: Kind, exact: Mapping[str, Any]) -> Config:
     (m, k), n = problem.spec("input").shape, problem.spec("weight").shape[0]
     rows, count = table(problem.operator, problem.arch.device), problem.arch.multiprocessors
     arguments = (rows, {"backend": "cuda", **exact}, {"m": m, "n": n, "k": k}, count)
-
-    def legal(values: dict[str, Any]) -> bool:
-        try:
-            return refuses(Config(**values), kind, m) is None
-        except TypeError:  # a table of another version
-            return False
+    legal = takes(Config, lambda c: refuses(c, kind, m))
 
     def at_once(values: dict[str, Any]) -> bool:
         return legal(values) and _in_one_round(Config(**values), kind, m, n, count)
@@ -230,8 +225,9 @@ def yields(problem: Problem, exact: Mapping[str, Any]) -> str | None:
     (m, k), n = problem.spec("input").shape, problem.spec("weight").shape[0]
     rows = table(problem.operator, problem.arch.device)
     sizes = {"m": m, "n": n, "k": k}
-    # no other back end has rows in a shipped table yet: one that gets them says here what it takes
-    backend = preferred(rows, exact, sizes, problem.arch.multiprocessors, {})
+    # Triton has no rows in a shipped table yet: once it gets them, say here what it takes
+    count, others = problem.arch.multiprocessors, ("cuda", "triton")
+    backend = preferred(rows, exact, sizes, count, {}, others)
     if backend in (None, "cuda"):
         return None
     return f"{backend} is faster here by the tuned table"

@@ -10,7 +10,7 @@ import torch
 
 from ...problem import Problem
 from ...triton_gemm import LONGEST, Bound, Launch, describe, run_bound
-from ...tuning import chosen, table
+from ...tuning import chosen, table, takes
 from .triton_configs import (
     BLOCK,
     Config,
@@ -51,12 +51,7 @@ def must_run(problem: Problem) -> bool:
 def config(problem: Problem) -> Config:
     """The tuned table's configuration, else the heuristic's."""
     m, n, k = sizes(problem)
-
-    def legal(values: dict[str, Any]) -> bool:
-        try:
-            return refuses(Config.from_dict(values), problem) is None
-        except TypeError:  # a table of another version
-            return False
+    legal = takes(Config, lambda c: refuses(c, problem))
 
     found = chosen(
         table("fp8_blockwise_linear", problem.arch.device),

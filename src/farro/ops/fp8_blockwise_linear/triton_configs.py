@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ...problem import Problem
-from ...triton_gemm import indescribable, shared_limit
+from ...triton_gemm import DEEPEST, LARGEST_BAND, indescribable, powers_of_two, shared_limit
 
 BLOCK = 128  # of K: what one scale covers
 FAMILIES = ("pointers", "decoded", "descriptors")
@@ -83,10 +83,12 @@ def _refuse_registers(config: Config, problem: Problem) -> str | None:
 
 def _refuse_shapes(config: Config, problem: Problem) -> str | None:
     sides = (config.block_m, config.block_n, config.block_k, config.warps, config.group_m)
-    if any(size < 1 or size & (size - 1) for size in sides) or config.warps > 8:
+    if not powers_of_two(*sides) or config.warps > 8:
         return "tiles and warps are powers of two, and warps at most 8"
-    if min(config.block_m, config.block_n) < 16 or config.block_k < 32 or config.stages < 1:
+    if min(config.block_m, config.block_n) < 16 or config.block_k < 32:
         return "tensor cores take tiles of 16 x 16 x 32 and more"
+    if config.group_m > LARGEST_BAND or not 0 < config.stages <= DEEPEST:
+        return f"a band has 1 to {LARGEST_BAND} row tiles, a loop 1 to {DEEPEST} stages"
     pieces = (config.block_m // 16) * (config.block_n // 8)
     return None if config.warps <= pieces else "more warps than pieces of the tile"
 

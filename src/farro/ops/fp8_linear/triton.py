@@ -11,7 +11,7 @@ import torch
 from ...arch import arch_of
 from ...problem import Problem
 from ...triton_gemm import LONGEST, Bound, Launch, describe, run_bound
-from ...tuning import chosen, table
+from ...tuning import chosen, table, takes
 from .triton_configs import Config, candidates, configs, heuristic, refuses, sizes, variants
 
 __all__ = [
@@ -44,12 +44,7 @@ def must_run(problem: Problem) -> bool:
 def config(problem: Problem) -> Config:
     """The tuned table's configuration for the nearest problem, else the heuristic's."""
     m, n, k = sizes(problem)
-
-    def legal(values: dict[str, Any]) -> bool:
-        try:
-            return refuses(Config.from_dict(values), problem) is None
-        except TypeError:  # a table of another version
-            return False
+    legal = takes(Config, lambda c: refuses(c, problem))
 
     found = chosen(
         table("fp8_linear", problem.arch.device),

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ...problem import Problem
-from ...triton_gemm import indescribable, shared_limit
+from ...triton_gemm import DEEPEST, LARGEST_BAND, indescribable, powers_of_two, shared_limit
 
 FAMILIES = ("pointers", "descriptors")
 PROMOTIONS = (0, 128, 256, 512)  # of K between promotions to FP32; 0 is none
@@ -84,6 +84,19 @@ def shared_bytes(config: Config, problem: Problem) -> int:
     return max(loop, config.block_m * config.block_n * 4)
 
 
+def _refuse_shapes(config: Config, problem: Problem) -> str | None:
+    if config.family not in FAMILIES:
+        return f"the families are {', '.join(FAMILIES)}"
+    sides = (config.block_m, config.block_n, config.block_k, config.warps)
+    if not powers_of_two(*sides) or config.warps > 8:
+        return "tiles and warps are powers of two, and warps at most 8"
+    if min(config.block_m, config.block_n) < 16 or config.block_k < 32:
+        return "tensor cores take tiles of 16 x 16 x 32 and more"
+    if not (0 < config.group_m <= LARGEST_BAND and 0 < config.stages <= DEEPEST):
+        return f"a band has 1 to {LARGEST_BAND} row tiles, a loop 1 to {DEEPEST} stages"
+    return None
+
+
 def _refuse_shared(config: Config, problem: Problem) -> str | None:
     need, limit = shared_bytes(config, problem), shared_limit(problem)
     return f"{need} bytes of shared memory, the limit is {limit}" if need > limit else None
@@ -103,7 +116,7 @@ def _refuse_idle_warps(config: Config, problem: Problem) -> str | None:
 
 
 def _refuse_promotion(config: Config, problem: Problem) -> str | None:
-    if config.promote % config.block_k:
+    if config.promote < 0 or config.promote % config.block_k:
         return "a promotion comes after whole steps of K"
     if config.promote == config.block_k and "wgmma" not in problem.arch.features:
         return "Triton makes one sum of it again where each product is promoted by itself"
@@ -127,6 +140,7 @@ def _refuse_descriptors(config: Config, problem: Problem) -> str | None:
 
 
 _FILTERS: tuple[Callable[[Config, Problem], str | None], ...] = (
+    _refuse_shapes,
     _refuse_registers,
     _refuse_idle_warps,
     _refuse_promotion,

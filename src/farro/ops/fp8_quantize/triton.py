@@ -16,8 +16,9 @@ import torch
 from ...dispatch import remember
 from ...formats.fp8 import BLOCK
 from ...problem import Problem, TensorSpec
+from ...triton_gemm import powers_of_two
 from ...triton_launch import Launcher, specialization
-from ...tuning import nearest, table
+from ...tuning import nearest, table, takes
 from ..int8_quantize.triton import collapse
 
 _INT32 = 0x7FFFFFFF
@@ -121,8 +122,10 @@ def refuses(config: Config, problem: Problem) -> str | None:
     m, k = _sizes(problem)
     kind = problem.param("kind")
     numbers = (config.rows, config.groups, config.width, config.warps)
-    if any(v < 1 or v & (v - 1) for v in numbers):
-        return "rows, groups, width and warps are powers of two"
+    if not powers_of_two(*numbers) or config.warps > 32:
+        return "rows, groups, width and warps are powers of two, and warps at most 32"
+    if config.programs and (config.policy != _TENSOR or not powers_of_two(config.programs)):
+        return "a power of two of programs reduces a whole tensor, and nothing else"
     if config.convert and "fp8_mma" not in problem.arch.features:
         return "only SM89 and newer convert to E4M3"
     if config.rows * config.groups * config.width // (32 * config.warps) > 128:
@@ -147,12 +150,7 @@ def refuses(config: Config, problem: Problem) -> str | None:
 def config(problem: Problem) -> Config:
     """The tuned table's configuration for the nearest problem, else the heuristic's."""
     shape = problem.spec("x").shape
-
-    def legal(values: dict[str, Any]) -> bool:
-        try:
-            return refuses(Config.from_dict(values), problem) is None
-        except TypeError:  # a table of another version
-            return False
+    legal = takes(Config, lambda c: refuses(c, problem))
 
     found = nearest(
         table("fp8_quantize", problem.arch.device),

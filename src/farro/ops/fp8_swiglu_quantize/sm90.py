@@ -13,7 +13,7 @@ from ...cuda import tensor_map
 from ...cuda.fp8 import configs, gemm
 from ...cuda.launch import Launch, kernel_function
 from ...problem import Problem, TensorSpec
-from ...tuning import chosen, table
+from ...tuning import chosen, table, takes
 
 _COLUMNS = 128  # of gate, and of up, in a tile
 _FOLDER = "ops/fp8_swiglu_quantize"
@@ -114,12 +114,7 @@ def must_run(problem: Problem) -> bool:
 def config(problem: Problem) -> Config:
     """The tuned table's, else by the number of rows."""
     (m, k), n = problem.spec("input").shape, problem.spec("output").shape[1]
-
-    def legal(values: dict[str, Any]) -> bool:
-        try:
-            return refuses(Config(**values), m) is None
-        except TypeError:  # a table of another version
-            return False
+    legal = takes(Config, lambda c: refuses(c, m))
 
     found = chosen(
         table("fp8_swiglu_quantize", problem.arch.device),

@@ -13,15 +13,18 @@ import torch
 from ...arch import interpreting
 from ...problem import Problem
 from ...triton_gemm import (
+    DEEPEST,
+    LARGEST_BAND,
     LONGEST,
     Bound,
     Launch,
     describe,
     indescribable,
+    powers_of_two,
     run_bound,
     shared_limit,
 )
-from ...tuning import chosen, table
+from ...tuning import chosen, table, takes
 
 BLOCK = 128  # of K and of columns: what one scale covers
 FAMILIES = ("pointers", "decoded", "descriptors")
@@ -98,10 +101,12 @@ def _refuse_shared(config: Config, problem: Problem) -> str | None:
 
 def _refuse_shapes(config: Config, problem: Problem) -> str | None:
     sides = (config.tokens, config.block_k, config.warps, config.group_m)
-    if any(size < 1 or size & (size - 1) for size in sides) or config.warps not in (4, 8):
+    if not powers_of_two(*sides) or config.warps not in (4, 8):
         return "tokens and steps are powers of two, and warps 4 or 8"
-    if config.tokens < 16 or not 32 <= config.block_k <= BLOCK or config.stages < 1:
+    if config.tokens < 16 or not 32 <= config.block_k <= BLOCK:
         return "tensor cores take 16 tokens and 32 of K, one scale covers 128"
+    if config.group_m > LARGEST_BAND or not 0 < config.stages <= DEEPEST:
+        return f"a band has 1 to {LARGEST_BAND} row tiles, a loop 1 to {DEEPEST} stages"
     if 3 * config.tokens * BLOCK // (32 * config.warps) > _ACCUMULATORS:
         return "two totals and a partial sum would spill"
     return None
@@ -205,12 +210,7 @@ def heuristic(problem: Problem) -> Config:
 def config(problem: Problem) -> Config:
     """The tuned table's configuration, else the heuristic's."""
     m, n, k = sizes(problem)
-
-    def legal(values: dict[str, Any]) -> bool:
-        try:
-            return refuses(Config.from_dict(values), problem) is None
-        except TypeError:  # a table of another version
-            return False
+    legal = takes(Config, lambda c: refuses(c, problem))
 
     found = chosen(
         table("fp8_swiglu_quantize", problem.arch.device),

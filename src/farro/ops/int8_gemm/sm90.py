@@ -17,7 +17,7 @@ from ...cuda import tensor_map
 from ...cuda.launch import Launch, kernel_function
 from ...dispatch import insert
 from ...problem import Problem
-from ...tuning import FEW_ROWS, chosen, preferred, table
+from ...tuning import FEW_ROWS, chosen, parsed, preferred, table
 from . import triton
 
 SHARED_LIMIT = 232448  # bytes a CTA may use on SM90
@@ -180,7 +180,7 @@ def is_legal(config: Config, group_size: int, m: int = 1) -> bool:
         return False
     if c.rows not in _ROWS[c.policy] or c.columns not in _COLUMNS[c.policy]:
         return False
-    if type(c.ahead) is not bool:
+    if type(c.ahead) is not bool or c.raster > 64:
         return False
     units = 2 if c.ahead else 1
     blocks = max(group_size // _DEPTH, 1)  # stages of a unit
@@ -189,7 +189,7 @@ def is_legal(config: Config, group_size: int, m: int = 1) -> bool:
     if shared_bytes(c, group_size) > SHARED_LIMIT:
         return False
     if c.policy == "large":
-        return c.consumers == 2 and not c.ahead and c.raster <= 64 and c.cluster == 1
+        return c.consumers == 2 and not c.ahead and c.cluster == 1
     if (
         c.consumers not in _SUMS
         or c.cluster > 2
@@ -226,10 +226,8 @@ def config(problem: Problem) -> Config:
 
 def _reads(values: dict[str, Any], group_size: int, m: int) -> bool:
     """Whether a row of a table is a legal configuration."""
-    try:
-        return is_legal(Config(**values), group_size, m)
-    except TypeError:  # a table of another version
-        return False
+    found = parsed(Config, values)
+    return found is not None and is_legal(found, group_size, m)
 
 
 def _in_one_round(config: Config, group_size: int, m: int, n: int, count: int) -> bool:

@@ -13,7 +13,7 @@ import torch
 
 from ...problem import Problem, TensorSpec
 from ...triton_gemm import LONGEST, Bound, Launch, describe, run_bound
-from ...tuning import chosen, table
+from ...tuning import chosen, table, takes
 from .triton_configs import (
     Config,
     candidates,
@@ -56,10 +56,7 @@ def must_run(problem: Problem) -> bool:
 
 def is_legal(values: dict[str, Any], problem: Problem) -> bool:
     """Whether a row of a table is a legal configuration for the problem."""
-    try:
-        return refuses(Config.from_dict(values), problem) is None
-    except TypeError:  # a table of another version
-        return False
+    return takes(Config, lambda c: refuses(c, problem))(values)
 
 
 def config(problem: Problem) -> Config:

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ...problem import Problem, TensorSpec
-from ...triton_gemm import indescribable, shared_limit
+from ...triton_gemm import DEEPEST, LARGEST_BAND, indescribable, powers_of_two, shared_limit
 
 _ACCUMULATORS = 160  # 32-bit registers a thread for INT32 partials and FP32 totals
 FAMILIES = ("pointers", "descriptors", "specialized", "ring")
@@ -124,9 +124,26 @@ def _refuse_idle_warps(config: Config, problem: Problem) -> str | None:
     return None if config.warps <= pieces else "more warps than pieces of the tile"
 
 
-def _refuse_triton_shapes(config: Config, problem: Problem) -> str | None:
-    if config.family != "ring" and (config.block_m & (config.block_m - 1) or config.warps > 8):
+def _refuse_shapes(config: Config, problem: Problem) -> str | None:
+    if config.family not in FAMILIES:
+        return f"the families are {', '.join(FAMILIES)}"
+    if not (0 < config.group_m <= LARGEST_BAND and 0 < config.stages <= DEEPEST):
+        return f"a band has 1 to {LARGEST_BAND} row tiles, a loop 1 to {DEEPEST} stages"
+    if config.block_m < 16 or config.block_k < 32 or not powers_of_two(config.block_n):
+        return "tiles have 16 rows, 32 of K or more, and a power of two of columns"
+    if config.block_n < 16 or config.warps < 1:
+        return "tiles have 16 columns or more, and a warp at least"
+    if config.family != "ring" and (
+        not powers_of_two(config.block_m, config.warps) or config.warps > 8
+    ):
         return "tiles and warps of this family are powers of two"
+    return None
+
+
+def _refuse_steps(config: Config, problem: Problem) -> str | None:
+    group, step = group_of(problem), config.block_k
+    if group % step and step % group:  # a loop walks whole groups, and reads K by them
+        return f"a step covers an even part of a group of {group}, or whole groups"
     return None
 
 
@@ -186,7 +203,8 @@ def _refuse_ring(config: Config, problem: Problem) -> str | None:
 
 
 _FILTERS: tuple[Callable[[Config, Problem], str | None], ...] = (
-    _refuse_triton_shapes,
+    _refuse_shapes,
+    _refuse_steps,
     _refuse_registers,
     _refuse_idle_warps,
     _refuse_descriptors,

@@ -11,8 +11,9 @@ import torch
 
 from ...dispatch import remember
 from ...problem import Problem, TensorSpec
+from ...triton_gemm import powers_of_two
 from ...triton_launch import Launcher, specialization
-from ...tuning import nearest, table
+from ...tuning import nearest, table, takes
 
 _INT32 = 0x7FFFFFFF
 # Elements of one program, by how many there are in all: 64 a thread where that fills the device
@@ -88,7 +89,9 @@ def _fit(elements: int, problem: Problem) -> Config:
     # a grid's second dimension ends at 65535: a row of very many groups gives each program more
     while groups * _GRID < groups_of_row:
         groups *= 2
-    return Config(max(1, min(whole // groups, 32)), groups, max(1, elements // 2048))
+    rows = max(1, min(whole // groups, 32))
+    # no fewer threads than 64 elements each ask for, where a program had to take more
+    return Config(rows, groups, max(1, elements // 2048, rows * groups * group // 2048))
 
 
 def heuristic(problem: Problem) -> Config:
@@ -101,23 +104,20 @@ def refuses(config: Config, problem: Problem) -> str | None:
     """Why this configuration is not legal for the problem, or None."""
     group = problem.param("group_size")
     assert isinstance(group, int)
-    held = config.rows * config.groups * group // (32 * config.warps)
-    if any(v < 1 or v & (v - 1) for v in (config.rows, config.groups, config.warps)):
-        return "rows, groups and warps are powers of two"
+    if config.policy != Config.policy:
+        return f"no policy is called {config.policy!r}"
+    if not powers_of_two(config.rows, config.groups, config.warps) or config.warps > 32:
+        return "rows, groups and warps are powers of two, and warps at most 32"
     if -(-problem.spec("x").shape[-1] // group) > config.groups * _GRID:
         return "more groups a row than a grid is wide"
+    held = config.rows * config.groups * group // (32 * config.warps)
     return f"{held} elements a thread would spill" if held > 128 else None
 
 
 def config(problem: Problem) -> Config:
     """The tuned table's configuration for the nearest problem, else the heuristic's."""
     shape = problem.spec("x").shape
-
-    def legal(values: dict[str, Any]) -> bool:
-        try:
-            return refuses(Config.from_dict(values), problem) is None
-        except TypeError:  # a table of another version
-            return False
+    legal = takes(Config, lambda c: refuses(c, problem))
 
     found = nearest(
         table("int8_quantize", problem.arch.device),
@@ -136,7 +136,7 @@ def configs(problem: Problem) -> list[Config]:
         for warps in (1, 2, 4, 8):
             if 16 <= elements // (32 * warps) <= 128:
                 found.append(Config(fit.rows, fit.groups, warps))
-    return found
+    return [config for config in found if refuses(config, problem) is None]
 
 
 class _Bound:

@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ...problem import Problem
-from ...triton_gemm import LONGEST, shared_limit
-from ...tuning import nearest, table
+from ...triton_gemm import DEEPEST, LONGEST, powers_of_two, shared_limit
+from ...tuning import nearest, table, takes
 from ..moe_route import triton_plan
 
 WIDTHS = (16, 32, 64, 128)  # tokens of a tile
@@ -123,8 +123,8 @@ def _refuses_tile(tile: Tile, problem: Problem, paired: bool) -> str | None:
     group = sizes(problem).group
     columns = 2 * tile.columns if paired else tile.columns
     numbers = (tile.tokens, tile.columns, tile.warps)
-    if any(n < 1 or n & (n - 1) for n in numbers) or tile.stages < 1:
-        return "tokens, columns and warps are powers of two, stages 1 or more"
+    if not powers_of_two(*numbers) or not 0 < tile.stages <= DEEPEST:
+        return f"tokens, columns and warps are powers of two, stages 1 to {DEEPEST}"
     if tile.tokens not in WIDTHS or not 32 <= columns <= 256 or tile.warps not in (4, 8):
         return f"tiles have {WIDTHS} tokens, 32 to 256 columns of weights and 4 or 8 warps"
     if paired and 4 * tile.columns < group:
@@ -140,6 +140,8 @@ def _refuses_tile(tile: Tile, problem: Problem, paired: bool) -> str | None:
 
 def refuses(config: Config, problem: Problem) -> str | None:
     """Why this configuration is not legal for the problem, or None."""
+    if config.policy != Config.policy:
+        return f"no policy is called {config.policy!r}"
     if config.block not in (256, 512, 1024, 2048):
         return "a block of the sum has 256 to 2048 columns"
     return _refuses_tile(config.gate_up, problem, True) or _refuses_tile(
@@ -182,12 +184,7 @@ def _usual(tokens: int, columns: int, many: bool) -> Tile:
 def config(problem: Problem) -> Config:
     """The tuned table's configuration for the nearest problem, else the heuristic's."""
     s = sizes(problem)
-
-    def legal(values: dict[str, Any]) -> bool:
-        try:
-            return refuses(Config.from_dict(values), problem) is None
-        except (TypeError, KeyError):  # a table of another version
-            return False
+    legal = takes(Config, lambda c: refuses(c, problem))
 
     found = nearest(
         table("moe_ffn", problem.arch.device),

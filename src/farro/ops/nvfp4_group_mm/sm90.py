@@ -16,7 +16,7 @@ from ...cuda import tensor_map
 from ...cuda.fp8.gemm import Prepared
 from ...cuda.launch import Launch, kernel_function
 from ...problem import Problem
-from ...tuning import nearest, table
+from ...tuning import nearest, table, takes
 from . import reference
 from .tactics import illegal, tactic_of
 
@@ -179,12 +179,7 @@ def config(problem: Problem) -> Config:
     """The tuned table's configuration for the nearest problem, else the heuristic's."""
     experts, m, quarter = problem.spec("a_comp").shape
     tactic = tactic_of(problem)
-
-    def legal(values: dict[str, Any]) -> bool:
-        try:
-            return refuses(Config(**values), experts) is None
-        except TypeError:  # a table of another version
-            return False
+    legal = takes(Config, lambda c: refuses(c, experts))
 
     if tactic.tokens:
         return heuristic(problem)

@@ -13,11 +13,12 @@ from ...arch import interpreting
 from ...dispatch import remember
 from ...problem import Problem, TensorSpec
 from ...triton_launch import Launcher, specialization
-from ...tuning import nearest, table
+from ...tuning import nearest, table, takes
 from .tactics import illegal, tactic_of
 
 _INT32 = 0x7FFFFFFF
 _WIDTHS = (16, 32, 64, 128)
+_STAGES = (1, 2, 3)
 _PROCESSORS = 132  # of a device that is not here
 _EXPERTS = 128  # whose counts a program reads, or a larger power of two: few kernels to compile
 _PER_PROCESSOR = 4  # programs at a time, or a few more
@@ -71,6 +72,10 @@ def refuses(config: Config, problem: Problem) -> str | None:
     """Why this configuration is not legal for the problem, or None."""
     if config.rows not in (64, 128) or config.tokens not in _WIDTHS:
         return f"tiles have 64 or 128 weight rows and {_WIDTHS} tokens"
+    if config.policy != Config.policy:
+        return f"no policy is called {config.policy!r}"
+    if config.warps not in (4, 8) or config.stages not in _STAGES:
+        return f"they have 4 or 8 warps, and {_STAGES} stages"
     if config.rows * config.tokens > 32 * 32 * config.warps and config.tokens < 128:
         return "more than 32 sums a thread would spill"
     if config.tokens == 128 and config.warps < 8:
@@ -113,12 +118,7 @@ def heuristic(problem: Problem) -> Config:
 def config(problem: Problem) -> Config:
     """The tuned table's configuration for the nearest problem, else the heuristic's."""
     e, m, quarter = problem.spec("a_comp").shape
-
-    def legal(values: dict[str, Any]) -> bool:
-        try:
-            return refuses(Config.from_dict(values), problem) is None
-        except TypeError:  # a table of another version
-            return False
+    legal = takes(Config, lambda c: refuses(c, problem))
 
     found = nearest(
         table("nvfp4_group_mm", problem.arch.device),
@@ -136,7 +136,7 @@ def configs(problem: Problem) -> list[Config]:
         for rows in (64, 128)
         for tokens in _WIDTHS
         for warps in (4, 8)
-        for stages in (1, 2, 3)
+        for stages in _STAGES
     ]
     return [c for c in found if refuses(c, problem) is None]
 

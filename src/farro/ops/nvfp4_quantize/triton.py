@@ -11,8 +11,9 @@ import torch
 
 from ...formats.nvfp4 import BLOCK
 from ...problem import Problem
+from ...triton_gemm import powers_of_two
 from ...triton_launch import Launcher
-from ...tuning import nearest, table
+from ...tuning import nearest, table, takes
 from .activation import Gated
 from .checks import source
 
@@ -111,8 +112,12 @@ def heuristic(problem: Problem) -> Config:
 
 def refuses(config: Config, problem: Problem) -> str | None:
     """Why this configuration is not legal for the problem, or None."""
-    if any(v < 1 or v & (v - 1) for v in (config.blocks, config.warps)) or config.programs < 1:
-        return "blocks and warps are powers of two, and there is a program at least"
+    if config.policy != Config.policy:
+        return f"no policy is called {config.policy!r}"
+    if not powers_of_two(config.blocks, config.warps) or config.warps > 32:
+        return "blocks and warps are powers of two, and warps at most 32"
+    if not 0 < config.programs <= _SPARE:
+        return f"there are 1 to {_SPARE} programs"
     held = config.blocks * BLOCK // (32 * config.warps)
     return f"{held} values a thread would spill" if held > _most(problem) else None
 
@@ -134,12 +139,7 @@ def _row(problem: Problem) -> tuple[dict[str, str], dict[str, int]]:
 
 def config(problem: Problem) -> Config:
     """The tuned table's configuration for the nearest problem, else the heuristic's."""
-
-    def legal(values: dict[str, Any]) -> bool:
-        try:
-            return refuses(Config.from_dict(values), problem) is None
-        except TypeError:  # a table of another version
-            return False
+    legal = takes(Config, lambda c: refuses(c, problem))
 
     exact, sizes = _row(problem)
     found = nearest(table(problem.operator, problem.arch.device), exact, sizes, legal)
