@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from farro import expert_parallel
+from farro import parallel_rows
 from farro.moe import ExpertParallel
-from farro.nn import Int8Experts
+from farro.nn import CompressedWeight, Int8Experts, SparseNVFP4Experts
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.skipif(
@@ -46,7 +46,7 @@ def run(world: int, folder: Path, scenarios: list[str], backend: str = "gloo") -
 
 def test_two_processes(tmp_path):
     """And the one that stalls in the end takes the other with it, within the timeout."""
-    scenarios = ["even", "uneven", "argument", "mismatch", "stalls"]
+    scenarios = ["even", "uneven", "nvfp4", "argument", "mismatch", "stalls"]
     told = run(2, tmp_path, scenarios)
     assert told[0].split() == [word for name in scenarios for word in ("ok", name)]
     assert "ok stalls" not in told[1] and "ok mismatch" in told[1]
@@ -65,7 +65,7 @@ def test_four_processes(tmp_path):
 def test_two_gpus(tmp_path):
     if torch.cuda.device_count() < 2:
         pytest.skip(f"needs two GPUs, there is {torch.cuda.device_count()}")
-    run(2, tmp_path, ["even", "uneven", "argument", "mismatch"], backend="nccl")
+    run(2, tmp_path, ["even", "uneven", "nvfp4", "argument", "mismatch"], backend="nccl")
 
 
 def test_the_example_of_the_documents():
@@ -91,7 +91,7 @@ def test_shares_cover_all_experts():
 
 
 def test_few_numbers_of_rows_are_told_apart():
-    rounded = [expert_parallel._rounded(rows) for rows in range(5000)]
+    rounded = [parallel_rows.rounded(rows) for rows in range(5000)]
     assert all(rows <= up <= max(rows * 9 / 8, rows + 1) for rows, up in enumerate(rounded))
     assert len(set(rounded)) < 100
 
@@ -101,6 +101,12 @@ def test_what_it_needs():
         ExpertParallel(Int8Experts(1, 32, 32, 32))
     with pytest.raises(TypeError, match="Linear"):
         ExpertParallel(torch.nn.Linear(2, 2))
+    with pytest.raises(TypeError, match="CompressedWeight"):
+        ExpertParallel(CompressedWeight(1, 32, 32))
+    with pytest.raises(ValueError, match="capacity"):
+        ExpertParallel(SparseNVFP4Experts(1, 32, 32, capacity=4))
+    with pytest.raises(ValueError, match="experts 2 to 2 of 4"):
+        SparseNVFP4Experts(4, 32, 32).select(2, 2)
     whole = Int8Experts(4, 32, 32, 32)
     with pytest.raises(ValueError, match="experts 3 to 5 of 4"):
         whole.select(3, 5)

@@ -5,6 +5,7 @@ python -m tests.distributed.worker gloo|nccl RANK WORLD_SIZE FILE SCENARIO ...
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import time
@@ -15,7 +16,7 @@ from torch import distributed
 
 import farro
 from farro.moe import ExpertParallel
-from farro.nn import Int8Experts
+from farro.nn import Int8Experts, SparseNVFP4Experts
 
 H, INNER, G, EXPERTS = 70, 40, 32, 7
 
@@ -79,6 +80,47 @@ class Rank:
         self.check(layer, (x, torch.full_like(ids, EXPERTS), weights))
         self.check(layer, (x, torch.full_like(ids, 1), weights))
         self.check(layer, (x, ids[:, :0], weights[:, :0]))
+
+    def nvfp4(self) -> None:
+        """Rows in NVFP4: with the reference the bits of one process, else its values nearly."""
+        h, inner = 64, 32
+        random = torch.Generator().manual_seed(6)
+        weights = [
+            torch.randn(shape, generator=random) * shape[-1] ** -0.5
+            for shape in ((EXPERTS, 2 * inner, h), (EXPERTS, h, inner))
+        ]
+        whole = SparseNVFP4Experts.from_dense(*weights, input_gscale=700.0, middle_gscale=900.0)
+        whole = whole.to(self.device)
+        self.nvfp4_calls(whole, "reference")
+        self.nvfp4_calls(whole, "auto")
+        other = SparseNVFP4Experts(1, h, inner)
+        other.input_gscale.fill_(1.0 + self.rank)
+        call = functools.partial(ExpertParallel, other.to(self.device))
+        raised(ValueError, call, "input_gscale", "one layer")
+        few = whole.select(0, 1)
+        raised(ValueError, lambda: ExpertParallel.split(few), "one a rank")
+        mixed = other if self.rank else Int8Experts(1, h, inner, 32)
+        raised(ValueError, lambda: ExpertParallel(mixed.to(self.device)), "kind", "one layer")
+
+    def nvfp4_calls(self, whole: SparseNVFP4Experts, backend: str) -> None:
+        whole.backend = backend
+        layer = ExpertParallel.split(whole)
+        assert layer.experts.backend == backend
+
+        def check(x, ids, weights) -> None:
+            got, want = layer(x, ids, weights), whole(x, ids, weights)
+            assert got.dtype == want.dtype and got.shape == want.shape
+            off = (got.double() - want.double()).norm()
+            exact = backend == "reference"
+            assert off == 0 if exact else off <= 1e-2 * want.double().norm(), (backend, float(off))
+
+        for count in (9, 0 if self.rank else 5):
+            x, ids, weights = self.tokens(count, dtype=torch.bfloat16)
+            x = torch.randn(count, 64, generator=self.random).bfloat16().to(self.device)
+            check(x, ids, weights)
+        check(x, ids.int(), None)
+        check(x, torch.full_like(ids, EXPERTS), weights)  # no route is kept
+        check(x, torch.full_like(ids, 1), weights)
 
     def argument(self) -> None:
         """One rank's wrong argument ends this call on all, at once, and not the next one."""

@@ -182,12 +182,12 @@ class SparseNVFP4Experts(ExactFloats):
         rows = self._ragged if self.capacity is None else self._padded
         fused, dest = rows(x.detach().contiguous(), topk_ids.contiguous())
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        y = moe_finalize(out, fused, dest, weights, backend=self._routing)
+        y = moe_finalize(out, fused, dest, weights, backend=self.routing_backend)
         given = x if topk_weights is None or x.requires_grad else topk_weights
         return inference_only(_NAME, given, y)
 
     @property
-    def _routing(self) -> str:
+    def routing_backend(self) -> str:
         """The back end of what has no native kernels."""
         return "auto" if self.backend == "cuda" else self.backend
 
@@ -198,7 +198,7 @@ class SparseNVFP4Experts(ExactFloats):
 
     def _ragged(self, x: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(rows [T*topk, H], the row of each route); a row for every route."""
-        how, up, down = self._routing, self.gate_up, self.down
+        how, up, down = self.routing_backend, self.gate_up, self.down
         plan = dispatch_plan_ragged(ids, self.first_expert, self.num_experts, backend=how)
         offsets, dest, token, route = plan
         codes = scatter_quant_act_ragged(
@@ -224,22 +224,65 @@ class SparseNVFP4Experts(ExactFloats):
     def _padded(self, x: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(rows [E, capacity, H], the row of each route)"""
         assert self.capacity is not None
-        how, up, down, cap = self._routing, self.gate_up, self.down, self.capacity
+        how, cap = self.routing_backend, self.capacity
         plan = dispatch_plan(ids, self.first_expert, self.num_experts, cap, backend=how)
         counts, dest, token, route = plan
         codes = scatter_quant_act_planned(
             x, token, route, None, self.input_gscale, counts, cap, backend=how
         )
+        return self.products(*codes, counts), dest
+
+    def products(
+        self, b_act: torch.Tensor, sfb: torch.Tensor, expert_num_tokens: torch.Tensor
+    ) -> torch.Tensor:
+        """Both products of rows in the padded layout, quantized with input_gscale.
+
+        Args:
+            b_act, sfb: uint8 [E, cap, H/2] and [E, cap, H/32], as scatter_fp4_planned gives them.
+            expert_num_tokens: int32 [E].
+
+        Returns:
+            bf16 [E, cap, H], not weighted; unspecified past an expert's tokens.
+        """
+        up, down, counts = self.gate_up, self.down, expert_num_tokens
         codes = group_mm_swiglu_quant(
-            *(*up.parts, *codes, self._gate_up_alphas, counts, self.middle_gscale, *up.shape[1:]),
+            *(*up.parts, b_act, sfb, self._gate_up_alphas, counts, self.middle_gscale),
+            *up.shape[1:],
             **self._gating,
             backend=self.backend,
         )
-        shape = (self.num_experts, cap, self.hidden_size)
-        fused = torch.empty(shape, dtype=x.dtype, device=x.device)
+        shape = (*b_act.shape[:2], self.hidden_size)
+        fused = torch.empty(shape, dtype=torch.bfloat16, device=b_act.device)
         operands = (*down.parts, *codes, self._down_alphas, counts)
         group_mm(fused, *operands, *down.shape[1:], backend=self.backend)
-        return fused, dest
+        return fused
+
+    def select(self, first: int, last: int) -> SparseNVFP4Experts:
+        """A module of the experts [first, last) alone, with weights of its own.
+
+        They are numbered as here: its first_expert is this module's plus `first`.
+        """
+        if not 0 <= first < last <= self.num_experts:
+            raise ValueError(
+                f"{_NAME}: experts {first} to {last} of {self.num_experts}; needed "
+                f"0 <= first < last <= {self.num_experts}"
+            )
+        module = SparseNVFP4Experts(
+            *(last - first, self.hidden_size, self.intermediate_size),
+            first_expert=self.first_expert + first,
+            **self._gating,
+            capacity=self.capacity,
+            backend=self.backend,
+            device="meta",
+        )
+        for name in ("gate_up", "down"):
+            own, part = getattr(self, name), getattr(module, name)
+            for key, buffer in own.named_buffers():
+                setattr(part, key, (buffer[first:last] if buffer.dim() else buffer).clone())
+        for name in ("input_gscale", "middle_gscale"):
+            setattr(module, name, getattr(self, name).clone())
+        module.derive_alphas_()
+        return module
 
     def derive_alphas_(self) -> None:
         """Work out what the products multiply by, in place; call it after changing a gscale."""
