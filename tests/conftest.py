@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import zlib
 
@@ -25,6 +26,19 @@ _SEED = int(os.environ.get("FARRO_TEST_SEED") or secrets.randbits(32))
 def pytest_report_header() -> str:
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
     return f"torch {torch.__version__}, {gpu}; to repeat this run's data: FARRO_TEST_SEED={_SEED}"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """`-m gpu` without a GPU would skip every test and end as a success: an error instead."""
+    asked = re.sub(r"\bnot\s+gpu\b", "", config.option.markexpr or "")
+    if not re.search(r"\bgpu\b", asked) or config.option.collectonly:
+        return
+    if not torch.cuda.is_available():
+        raise pytest.UsageError(
+            f"-m {config.option.markexpr!r} asks for the tests that need an NVIDIA GPU, and "
+            "torch.cuda.is_available() is False here: none of them would run. Leave out -m for "
+            "those that need none"
+        )
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
