@@ -262,10 +262,19 @@ def preferred(
 
 def write(path: Path, operator: str, device: str, rows: list[dict[str, Any]], about: Any) -> None:
     """Write a table whole, or not at all; the calls that follow in this process read it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     content = {"operator": operator, "device": device, "about": about, "rows": rows}
-    part = path.with_suffix(f".{os.getpid()}.part")
-    part.write_text(json.dumps(content, indent=1) + "\n")
-    part.replace(path)
+    write_whole(path, json.dumps(content, indent=1) + "\n")
     _read.cache_clear()
     forget()
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file whole, or not at all, beside other processes that may do the same."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(f".{os.getpid()}.part")
+    try:
+        part.write_text(text)
+        part.replace(path)
+    except OSError:
+        part.unlink(missing_ok=True)
+        raise

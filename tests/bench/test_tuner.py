@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import time
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 
 import farro.ops.int8_gemm as int8_gemm
 from farro import tuning
-from farro.bench import adapter, builders, plans, tuner
+from farro.bench import adapter, builders, plans, results, tuner
 from farro.bench.case import Options
 from farro.ops.int8_gemm import cpu
 
@@ -70,6 +71,83 @@ def test_measures_writes_a_table_and_goes_on_where_it_stopped(tunable, tmp_path)
     assert "3 problems, 2 of them measured before" in said
     assert [e["problem"]["m"] for e in again] == [1, 40, 7] and again[:2] == entries
     assert len(tuner.tune(make(tmp_path, fresh=True), listed(7))) == 1
+
+
+def damaged(whole):
+    entry = json.loads(whole)["entries"][0]
+    return {
+        "truncated": whole[: len(whole) // 2],
+        "empty": "",
+        "text": "# notes",
+        "another file": json.dumps({"rows": []}),
+        "foreign entries": json.dumps({"entries": [{"us": 3}]}),
+        "no list": json.dumps({"entries": {"a": 1}}),
+        "numbers as text": json.dumps({"entries": [{**entry, "best_us": "3"}]}),
+        "times of another form": json.dumps({"entries": [{**entry, "times": [1, 2]}]}),
+        "no end": "[" * 100_000,
+    }
+
+
+def test_an_unreadable_log_is_an_error_and_nothing_is_lost(tunable, tmp_path):
+    first = make(tmp_path)
+    tuner.tune(first, listed(1, 40))
+    whole, table = first.log.read_text(), first.table.read_text()
+    for name, text in damaged(whole).items():
+        first.log.write_text(text)
+        with pytest.raises(ValueError, match=r"cannot be read as a log .*--fresh"):
+            tuner.tune(make(tmp_path), listed(7))
+        assert first.table.read_text() == table, name
+        assert first.log.read_text() == text, name
+    first.log.unlink()
+    first.log.mkdir()
+    with pytest.raises(ValueError, match="cannot be read as a log"):
+        tuner.tune(make(tmp_path), listed(7))
+    first.log.rmdir()
+    first.log.write_text(whole)
+    assert len(tuner.tune(make(tmp_path), listed(7))) == 3
+    first.log.write_text("")
+    assert len(tuner.tune(make(tmp_path, fresh=True), listed(7))) == 1
+
+
+def test_a_lost_table_is_made_again_from_the_log(tunable, tmp_path):
+    session = make(tmp_path)
+    tuner.tune(session, listed(3))
+    rows = json.loads(session.table.read_text())["rows"]
+    session.table.unlink()
+    tuner.tune(make(tmp_path), listed(3))
+    assert json.loads(session.table.read_text())["rows"] == rows
+
+
+def test_a_second_tuner_of_a_table_is_refused(tunable, tmp_path, monkeypatch):
+    pytest.importorskip("fcntl")
+    measure, refused = tuner._measure, []
+
+    def beside(session, *rest):
+        monkeypatch.setattr(tuner, "_measure", measure)
+        with pytest.raises(ValueError, match="another farro tune is measuring") as told:
+            tuner.tune(make(tmp_path, fresh=True), listed(7))
+        refused.append(told.value)
+        assert len(tuner.tune(make(tmp_path, keep=False), listed(7))) == 1
+        assert len(tuner.tune(make(tmp_path / "another"), listed(7))) == 1
+        measure(session, *rest)
+
+    monkeypatch.setattr(tuner, "_measure", beside)
+    tuner.tune(make(tmp_path), listed(3))
+    assert len(refused) == 1
+    assert [e["problem"]["m"] for e in tuner.tune(make(tmp_path), listed(7))] == [3, 7]
+
+
+def test_files_of_two_processes_have_names_of_their_own(tunable, tmp_path, monkeypatch):
+    from pathlib import Path
+
+    replaced = []
+    replace = Path.replace
+    monkeypatch.setattr(Path, "replace", lambda s, to: (replaced.append(s.name), replace(s, to))[1])
+    session = make(tmp_path)
+    tuner.tune(session, listed(3))
+    results.save(tmp_path / "result.json", {"rows": [{"m": 1}], "schema": 1})
+    assert len(replaced) == 3 and all(f".{os.getpid()}." in name for name in replaced)
+    assert not list(tmp_path.glob("*.part"))
 
 
 def test_a_dry_run_writes_nothing(tunable, tmp_path):

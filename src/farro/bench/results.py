@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from ..tuning import write_whole
+
 SCHEMA = 1
 PACKAGES = ("torch", "triton", "humming-kernels", "sgl-deep-gemm", "deep-gemm", "cuda-core")
 # what a row of results has beside its sizes (m, n, k) and settings (group_size, dtype, ...)
@@ -126,13 +128,10 @@ def empty(operator: str, device: torch.device, command: Sequence[str]) -> dict[s
 
 def save(path: Path, result: dict[str, Any]) -> None:
     """Write a result whole: one row of it a line, so that a diff of two can be read."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     head = {key: value for key, value in result.items() if key != "rows"}
     lines = ",\n".join(f"  {json.dumps(row, allow_nan=False)}" for row in result["rows"])
     text = json.dumps(head, indent=1, allow_nan=False).removesuffix("\n}")
-    part = path.with_suffix(".part")
-    part.write_text(f'{text},\n "rows": [\n{lines}\n ]\n}}\n')
-    part.replace(path)
+    write_whole(path, f'{text},\n "rows": [\n{lines}\n ]\n}}\n')
 
 
 def load(path: Path) -> dict[str, Any]:

@@ -8,9 +8,10 @@ the table: a run that stops is continued by the next one.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -79,7 +80,15 @@ def as_dict(config: Any) -> dict[str, Any]:
 
 
 def tune(tuner: Tuner, plans: Sequence[Plan]) -> list[dict[str, Any]]:
-    """Measure all plans that the log does not hold yet; write the table; give the log's entries."""
+    """Measure all plans that the log does not hold yet; write the table; give the log's entries.
+
+    ValueError where the log is not readable, or another process is tuning the same table.
+    """
+    with _alone(tuner):
+        return _tune(tuner, plans)
+
+
+def _tune(tuner: Tuner, plans: Sequence[Plan]) -> list[dict[str, Any]]:
     if tuner.keep and not tuner.fresh and tuner.table.exists() and not tuner.log.exists():
         raise ValueError(
             f"{tuner.table} has rows, and the times they came from are not at {tuner.log}: they "
@@ -102,6 +111,8 @@ def tune(tuner: Tuner, plans: Sequence[Plan]) -> list[dict[str, Any]]:
             tuner.say(f"time is up: {len(todo) - done} problems were not measured; run it again")
             break
         _measure(tuner, clock, item, failed)
+        _write(tuner)
+    if not todo and not tuner.table.exists():  # lost, or the last run ended before it was written
         _write(tuner)
     return tuner.entries
 
@@ -281,11 +292,61 @@ def _record(tuner: Tuner, item: Work, times: dict[Any, float], few: list[Any]) -
 
 
 def _read_log(path: Path) -> list[dict[str, Any]]:
+    """The log's entries, none where there is no log; ValueError where it is not one of ours."""
     try:
         entries = json.loads(path.read_text())["entries"]
-    except (OSError, ValueError, KeyError, TypeError):
+        if not (isinstance(entries, list) and all(map(_is_entry, entries))):
+            raise ValueError("its entries are not those of a tuner")
+    except FileNotFoundError:
         return []
-    return list(entries)
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ValueError(
+            f"{path} cannot be read as a log of measurements ({type(error).__name__}: {error}): "
+            "the rows that came from it would be lost. Repair it or bring back a copy, or begin "
+            "again with --fresh"
+        ) from error
+    return entries
+
+
+def _is_entry(entry: Any) -> bool:
+    """Whether an entry has all that a table is made from."""
+    if not isinstance(entry, dict) or not isinstance(entry.get("problem"), dict):
+        return False
+    problem, times, tiles = entry["problem"], entry.get("times"), entry.get("tiles", [])
+    sizes = all(type(problem.get(name, 1)) is int for name in ("m", "n", "k"))
+    named = isinstance(problem.get("backend"), str) and isinstance(entry.get("set"), str)
+    us = (entry.get("best_us"), entry.get("chosen_us", 1.0) or 1.0)
+    configs = (entry.get("best"), entry.get("chosen"))
+    if not (sizes and named and all(isinstance(t, (int, float)) for t in us)):
+        return False
+    if not all(isinstance(config, dict) for config in configs) or not isinstance(times, list):
+        return False
+    pairs = (isinstance(t, list) and len(t) == 2 and isinstance(t[1], (int, float)) for t in times)
+    return all(pairs) and isinstance(tiles, list) and all(isinstance(t, list) for t in tiles)
+
+
+@contextlib.contextmanager
+def _alone(tuner: Tuner) -> Iterator[None]:
+    """Holds the table's lock, where files can be locked: of two tuners one would lose its rows."""
+    if not tuner.keep:
+        yield
+        return
+    path = tuner.log.with_suffix(".lock")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "a") as file:
+        with contextlib.suppress(ImportError):
+            import fcntl
+
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ValueError(
+                    f"another farro tune is measuring for {tuner.table} (it holds {path}): wait "
+                    "for it, or stop it and run this again; --dry-run measures without writing"
+                ) from None
+            except OSError:
+                pass  # some NFS: nothing tells the other
+        yield
 
 
 def _write(tuner: Tuner) -> None:
@@ -293,12 +354,10 @@ def _write(tuner: Tuner) -> None:
         return
     about = {"date": _today(), "versions": results.versions(), "commit": results.commit()}
     rows = tables.rows(tuner.entries, _multiprocessors(tuner.device))
-    tuning.write(tuner.table, tuner.adapter.operator, tuner.slug, rows, about)
-    tuner.log.parent.mkdir(parents=True, exist_ok=True)
-    part = tuner.log.with_suffix(".part")
     lines = ",\n".join(json.dumps(entry) for entry in tuner.entries)
-    part.write_text(f'{{"about": {json.dumps(about)},\n"entries": [\n{lines}\n]}}\n')
-    part.replace(tuner.log)
+    text = f'{{"about": {json.dumps(about)},\n"entries": [\n{lines}\n]}}\n'
+    tuning.write_whole(tuner.log, text)  # first: a table can be made again from it
+    tuning.write(tuner.table, tuner.adapter.operator, tuner.slug, rows, about)
 
 
 def _multiprocessors(device: torch.device) -> int:
