@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from farro.bench import adapter, kept, plans, quantized_layer_peers, runner
+from farro.bench import adapter, kept, moe_ffn_products, plans, quantized_layer_peers, runner
 from farro.bench.case import Missing, Options, Subject
 from farro.bench.quantized_layer_peers import Layer
 from farro.bench.runner import relative_error
@@ -151,6 +151,13 @@ def test_humming_gets_offsets_and_keeps_its_layers(layer, monkeypatch):
         call = quantized_layer_peers._humming(128, layer)
         assert relative_error(call(), truth(layer)) < 0.02
     assert made == [(3, 256, 256), (3, 256, 128)]
+    options = Options(torch.device("cuda"), 128, peers="humming")
+    alone = list(moe_ffn_products.peer_products(layer, options))
+    assert [one.name for one in alone] == [
+        f"Humming INT8 G128, {name}" for name in ("gate_up alone", "down alone")
+    ]
+    for one in alone:
+        assert relative_error(one.call(), one.truth()) < 0.02
 
 
 def test_peers_are_named_where_they_are_missing(layer):

@@ -24,6 +24,7 @@ from .case import Adapter, Case, Missing, Options, Sizes, Subject
 from .int8_gemm import activations, ceiling, ceiling_ops
 from .kept import kept
 from .layer_peers import layers
+from .moe_ffn_products import peer_products, products
 from .nvfp4_moe import SHAPES, rank
 from .quantized_layer_peers import Layer, quantized_layers
 from .routing import ABOUT, routed
@@ -156,7 +157,9 @@ class Inputs:
         dense = lambda: (self.gate_up.bf16(), self.down.bf16())  # noqa: E731
         yield from layers(x, self.ids, self.weights, dense, self.options)
         key = (self.gate_up.key, self.down.key)
-        yield from quantized_layers(Layer(x, self.ids, self.weights, dense, key), self.options)
+        layer = Layer(x, self.ids, self.weights, dense, key)
+        yield from quantized_layers(layer, self.options)
+        yield from peer_products(layer, self.options)
 
 
 def build(sizes: Sizes, options: Options) -> Case:
@@ -178,7 +181,7 @@ def build(sizes: Sizes, options: Options) -> Case:
         function(config, *inputs.args, out, group_size, False)
         return out
 
-    return Case(
+    case = Case(
         sizes={"m": tokens, "n": inner, "k": hidden, **more},
         options=options,
         ops=6 * used * inner * hidden,
@@ -192,9 +195,10 @@ def build(sizes: Sizes, options: Options) -> Case:
         kwargs={"group_size": group_size, "output_dtype": options.dtype},
         truth=functools.cache(inputs.exact),
         peers=inputs.peers,
-        extra=inputs.apart,
+        extra=lambda: (*inputs.apart(), *products(case, inputs)),
         run=forced,
     )
+    return case
 
 
 ADAPTER = Adapter(

@@ -122,11 +122,7 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 def _humming(group_size: int, layer: Layer) -> Callable[[], torch.Tensor]:
     from humming.forward import may_quant_input
 
-    experts = layer.experts
-    up, down = kept(
-        ("humming int8", group_size, layer.key),
-        lambda: tuple(_humming_layer(weight, group_size) for weight in experts()),
-    )
+    up, down = humming_experts(group_size, layer)
     codes, scale = may_quant_input(up.humming_config, layer.x)
     ends = torch.tensor([0, *layer.counts], device=layer.x.device).cumsum(0)
     how = {"gemm_type": "grouped_contiguous"}
@@ -140,6 +136,16 @@ def _humming(group_size: int, layer: Layer) -> Callable[[], torch.Tensor]:
         return layer.summed(y)
 
     return call
+
+
+def humming_experts(group_size: int, layer: Layer) -> tuple[Any, Any]:
+    """Both projections, as Humming holds them."""
+    experts = layer.experts
+    made: tuple[Any, Any] = kept(
+        ("humming int8", group_size, layer.key),
+        lambda: tuple(_humming_layer(weight, group_size) for weight in experts()),
+    )
+    return made
 
 
 def _humming_layer(weight: torch.Tensor, group_size: int) -> Any:

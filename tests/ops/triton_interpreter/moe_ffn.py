@@ -6,7 +6,10 @@ import numpy
 import pytest
 import torch
 
+from farro import bench
 from farro.arch import interpreting
+from farro.bench import runner
+from farro.bench.case import Options
 from farro.ops.moe_ffn import triton
 from farro.ops.moe_ffn.triton import Config, Tile
 from farro.testing import MoeCase, assert_bit_equal
@@ -63,6 +66,18 @@ def test_other_gates_are_as_near_as_silu_allows(generator):
     call.precise = False
     found = call.differs(0, result(None, call), call.expected[0])
     assert found is None, found
+
+
+def test_products_of_the_benchmark_are_near_their_truth():
+    """`farro bench moe_ffn` times each launch of a product by itself."""
+    sizes = {"m": 5, "n": 64, "k": 64, "e": 2, "all": 3, "topk": 2}
+    case = bench.adapter("moe_ffn").build(sizes, Options(torch.device("cpu"), 64))
+    *_, gate_up, down = case.extra()
+    assert [gate_up.name, down.name] == [
+        f"farro triton, {name}" for name in ("gate_up alone", "down alone")
+    ]
+    for subject, error in ((gate_up, 2e-2), (down, 1e-2)):
+        assert runner.relative_error(subject.value(subject.call()), subject.truth()) < error
 
 
 def test_silu(monkeypatch):
