@@ -20,6 +20,7 @@ import torch
 
 from .arch import interpreting
 from .streams import current_stream
+from .triton_cache import checked_cache
 
 _COMPILED: dict[Hashable, Any] = {}  # by what Triton specializes on: Triton's CompiledKernel
 _DESCRIPTORS = 256  # encoded ones that a launcher keeps
@@ -76,15 +77,15 @@ class Launcher:
         if interpreting():
             self.kernel[self.grid](*self._args(tensors), **self.options)
             return
-        with torch.cuda.device(self.device):
+        with checked_cache(), torch.cuda.device(self.device):
             if self.key not in _COMPILED and torch.cuda.is_current_stream_capturing():
                 raise RuntimeError(
                     f"{self.kernel.__name__}: not compiled yet, and a CUDA graph is being "
                     "captured; compile first, with farro.warmup or one call outside the capture"
                 )
             compiled = self.kernel[self.grid](*self._args(tensors), **self.options)
-        if hasattr(compiled, "result"):  # compiled in another thread
-            compiled = compiled.result()
+            if hasattr(compiled, "result"):  # compiled in another thread
+                compiled = compiled.result()
         _COMPILED[self.key] = compiled
         self._fire = _direct(compiled, self.grid)
 
@@ -206,7 +207,8 @@ def compile_only(
     )
     form = GluonASTSource if kernel.is_gluon() else ASTSource
     source = form(kernel, signature, constexprs, attrs)
-    return compile(source, target=target, options=parsed.__dict__)
+    with checked_cache():
+        return compile(source, target=target, options=parsed.__dict__)
 
 
 def resources(compiled: Any) -> tuple[int, int]:
