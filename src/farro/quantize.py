@@ -1,4 +1,4 @@
-"""quantize_: swap the linear layers of a model for quantized ones, in place, and report it."""
+"""quantize_: swap a model's linear layers and experts for quantized ones, in place; report it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from .nn import (
     QuantizedLinear,
     SparseNVFP4Linear,
 )
+from .quantize_experts import ExpertSite, check_finite, find_experts, swap, why_they_stay
 
 # scheme -> module made from (weight [N, K], bias, backend=...); one line a scheme
 SCHEMES: Mapping[str, Callable[..., QuantizedLinear]] = {
@@ -55,7 +57,7 @@ class SwappedLayer:
     """
 
     name: str
-    shape: tuple[int, int]  # [N, K]
+    shape: tuple[int, ...]  # [N, K]; of experts, [E, 2I, H] of the first product
     bytes_before: int
     bytes_after: int
     also: tuple[str, ...] = ()
@@ -63,7 +65,7 @@ class SwappedLayer:
 
 @dataclass(frozen=True)
 class SkippedLayer:
-    """One linear layer that was left as it is."""
+    """One linear layer, or one module of experts, that was left as it is."""
 
     name: str
     reason: str
@@ -81,7 +83,7 @@ class QuantizeReport:
     skipped: tuple[SkippedLayer, ...]
     model_bytes_before: int
     model_bytes_after: int
-    unmatched: tuple[str, ...] = ()  # skip patterns that matched no linear layer
+    unmatched: tuple[str, ...] = ()  # skip patterns that matched none of these
 
     @property
     def bytes_before(self) -> int:
@@ -99,8 +101,10 @@ class QuantizeReport:
         return {**asdict(self), **totals}
 
     def __str__(self) -> str:
+        experts = sum(len(layer.shape) == 3 for layer in self.swapped)
+        also = f" and {experts} modules of experts" if experts else ""
         lines = [
-            f"{self.scheme}: {len(self.swapped)} linear layers swapped, "
+            f"{self.scheme}: {len(self.swapped) - experts} linear layers{also} swapped, "
             f"{len(self.skipped)} skipped",
             f"  swapped layers {_size(self.bytes_before)} -> {_size(self.bytes_after)}",
             f"  whole model    {_size(self.model_bytes_before)} -> {_size(self.model_bytes_after)}",
@@ -157,7 +161,7 @@ def quantize_(
     *,
     backend: str = "auto",
 ) -> QuantizeReport:
-    """Swap every torch.nn.Linear of `model` for a quantized module, in place.
+    """Swap every torch.nn.Linear of `model`, and its experts, for quantized modules, in place.
 
     Args:
         model: any module. transformers' Conv1D (weight [K, N]) is swapped too.
@@ -177,6 +181,11 @@ def quantize_(
     the scheme cannot store, the linears of torch.nn.MultiheadAttention and TransformerEncoderLayer,
     which read weights instead of calling layers.
 
+    Experts are modules as transformers 5 has them: gate_up_proj and down_proj of three dimensions,
+    and a forward of (hidden_states, top_k_index, top_k_weights). INT8 schemes make them
+    `farro.nn.Int8Experts`, nvfp4-48 `farro.nn.SparseNVFP4Experts`; with another scheme they stay,
+    as do those with biases, without a gate, or with another activation than SiLU.
+
     Returns:
         QuantizeReport: what was swapped, what was skipped and why, bytes before and after.
 
@@ -190,15 +199,26 @@ def quantize_(
     before = weight_bytes(model)
     reasons = _skip_reasons(model, sites, patterns, scheme)
     chosen = [site for site in sites if site.name not in reasons]
+    mixtures = find_experts(model)
+    for experts in mixtures:
+        names = [name for _, _, name in experts.places]
+        reason = _matched_pattern(names, patterns) or why_they_stay(experts, scheme)
+        if reason:
+            reasons[experts.name] = reason
     for site in chosen:
         _check_finite(site)
+    chosen_experts = [experts for experts in mixtures if experts.name not in reasons]
+    for experts in chosen_experts:
+        check_finite(experts)
     already = {
         name: f"is an {type(module).__name__} already, {module.form}"
         for name, module in model.named_modules()
         if isinstance(module, QuantizedLinear)
     }
     swapped = _swap(chosen, partial(SCHEMES[scheme], backend=backend))
-    names = [name for site in sites for _, _, name in site.places]
+    swapped += [_swap_experts(experts, scheme, backend) for experts in chosen_experts]
+    places = [*(site.places for site in sites), *(experts.places for experts in mixtures)]
+    names = [name for _, _, name in chain.from_iterable(places)]
     return QuantizeReport(
         scheme=scheme,
         swapped=tuple(swapped),
@@ -275,7 +295,8 @@ def _skip_reasons(
     """Site name -> why it stays as it is."""
     reasons = {}
     for site in sites:
-        reason = _matched_pattern(site, patterns) or _why_not(site) or _misfit(site, scheme)
+        names = [name for _, _, name in site.places]
+        reason = _matched_pattern(names, patterns) or _why_not(site) or _misfit(site, scheme)
         if reason:
             reasons[site.name] = reason
     # a weight that something else keeps would be held twice, so its other users stay too
@@ -292,9 +313,9 @@ def _skip_reasons(
     return {site.name: reasons[site.name] for site in sites if site.name in reasons}
 
 
-def _matched_pattern(site: _Site, patterns: tuple[str, ...]) -> str | None:
+def _matched_pattern(names: Iterable[str], patterns: tuple[str, ...]) -> str | None:
     for pattern in patterns:
-        if any(_matches(pattern, name) for _, _, name in site.places):
+        if any(_matches(pattern, name) for name in names):
             return f"matches skip pattern {pattern!r}"
     return None
 
@@ -364,6 +385,13 @@ def _swap(chosen: list[_Site], make: Callable[..., QuantizedLinear]) -> list[Swa
         for parent, attribute, _ in site.places:
             setattr(parent, attribute, new)
     return swapped
+
+
+def _swap_experts(site: ExpertSite, scheme: str, backend: str) -> SwappedLayer:
+    before, shape = weight_bytes(site.module), site.shape
+    after = weight_bytes(swap(site, scheme, backend))
+    name, *also = (name for _, _, name in site.places)
+    return SwappedLayer(name, shape, before, after, tuple(also))
 
 
 def _identity(tensor: torch.Tensor) -> Any:

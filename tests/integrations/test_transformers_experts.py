@@ -8,20 +8,19 @@ import pytest
 import torch
 
 import farro
-from farro.nn import Int8Experts
+from farro.nn import Int8Experts, SparseNVFP4Experts
 from farro.testing import assert_bit_equal
 
 transformers = pytest.importorskip("transformers", minversion="5.0")
 from farro.integrations import transformers as integration  # noqa: E402
 
 
-@pytest.fixture(scope="module")
-def model():
+def tiny(inner, vocabulary=96, **more):
     config = transformers.Qwen3MoeConfig(
-        vocab_size=96,
+        vocab_size=vocabulary,
         hidden_size=64,
         intermediate_size=64,
-        moe_intermediate_size=48,
+        moe_intermediate_size=inner,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
@@ -29,8 +28,8 @@ def model():
         num_experts=6,
         num_experts_per_tok=2,
         norm_topk_prob=True,
+        **more,
     )
-    integration.register()
     torch.manual_seed(0)
     made = transformers.Qwen3MoeForCausalLM(config).eval()
     with torch.no_grad():
@@ -38,6 +37,12 @@ def model():
             if "experts" in name or name.endswith("gate.weight"):
                 weight.normal_(0, weight.shape[-1] ** -0.5)  # so that experts are most of a layer
     return made
+
+
+@pytest.fixture(scope="module")
+def model():
+    integration.register()
+    return tiny(48)
 
 
 @pytest.fixture
@@ -139,6 +144,68 @@ def test_swapped_modules_serve_any_implementation(model, tokens):
     assert "gate_up_proj_scale" in str(list(swapped.state_dict()))
     generated = swapped.generate(tokens[:1, :3], max_new_tokens=4, do_sample=False)
     assert generated.shape == (1, 7)
+
+
+def test_quantize_swaps_experts_too(model, tokens):
+    """In INT8 as quantize_experts_ does, in NVFP4 where sizes are multiples of 32; else it says."""
+    apart, whole = copy.deepcopy(model), copy.deepcopy(model)
+    names = integration.quantize_experts_(apart, 32)
+    linear = farro.quantize_(apart, "int8-g32")
+    report = farro.quantize_(whole, "int8-g32")
+    assert [layer.name for layer in report.swapped] == [*(s.name for s in linear.swapped), *names]
+    assert report.swapped[-1].shape == (6, 96, 64)
+    assert report.model_bytes_after == linear.model_bytes_after
+    assert report.swapped[-1].bytes_before > 3 * report.swapped[-1].bytes_after
+    assert "8 linear layers and 2 modules of experts swapped" in str(report)
+    assert_bit_equal(logits(whole, tokens), logits(apart, tokens))
+    assert not farro.quantize_(whole, "int8-g32").swapped
+
+    def why(scheme, **options):
+        report = farro.quantize_(copy.deepcopy(model), scheme, **options)
+        return {layer.name: layer.reason for layer in report.skipped}
+
+    assert "48 are not both multiples of 32" in why("nvfp4-48")[names[0]]
+    assert "fp8-row has no experts" in why("fp8-row")[names[1]]
+    told = why("int8-g32", skip=("experts",))
+    assert "skip pattern" in told[names[0]] and "skip pattern" in told[names[1]]
+    wrong = copy.deepcopy(model)
+    experts_of(wrong)[1].act_fn = torch.nn.GELU()
+    assert [s.name for s in farro.quantize_(wrong, "int8-g32").swapped][-1] == names[0]
+    with torch.no_grad():
+        experts_of(wrong)[1].act_fn = experts_of(model)[1].act_fn
+        experts_of(wrong)[1].down_proj[2, 3, 4] = float("nan")
+    with pytest.raises(ValueError, match=r"layers\.1\.mlp\.experts\.down_proj holds NaN"):
+        farro.quantize_(wrong, "int8-g32")
+
+
+def test_experts_in_nvfp4(generator):
+    model, tokens = tiny(64), torch.randint(96, (1, 9), generator=generator)
+    module = experts_of(model)[0]
+    want = SparseNVFP4Experts.from_dense(module.gate_up_proj, module.down_proj)
+    farro.quantize_(model, "nvfp4-48")
+    swapped = experts_of(model)
+    assert all(isinstance(module, SparseNVFP4Experts) for module in swapped)
+    x = torch.randn(5, 64, generator=generator)
+    ids, weights = torch.randint(6, (5, 2), generator=generator), torch.rand(5, 2)
+    assert_bit_equal(swapped[0](x, ids, weights), want(x, ids, weights))
+    assert logits(model, tokens).isfinite().all()
+
+
+def test_an_evaluation_of_a_mixture(tmp_path):
+    """`farro eval` on a model whose experts are swapped with its linear layers."""
+    from farro.evaluation.run import Settings, evaluate
+    from tests.evaluation.conftest import byte_tokenizer
+
+    tiny(64, 258, bos_token_id=256, eos_token_id=257).save_pretrained(tmp_path / "model")
+    byte_tokenizer().save_pretrained(tmp_path / "model")
+    text = tmp_path / "text"
+    text.write_text("The rain in Spain stays mainly in the plain. " * 8)
+    small = {"windows": 1, "window_tokens": 16, "dtype": "float32", "device": "cpu"}
+    schemes = ("int8-g32", "nvfp4-48")
+    rows = evaluate(Settings(tmp_path / "model", text, schemes, new_tokens=1, **small)).rows
+    loaded, int8, nvfp4 = rows
+    assert 0 == loaded.kl < int8.kl < nvfp4.kl
+    assert loaded.model_bytes > int8.model_bytes > nvfp4.model_bytes
 
 
 def test_routes_of_other_ranks_add_nothing(model, generator):

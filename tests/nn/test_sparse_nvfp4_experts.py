@@ -69,6 +69,15 @@ def test_it_is_its_formula(dense, routed, backend, capacity):
     assert error(bare, expected(module, *routed[:2], None)) < 1e-2
 
 
+def test_other_dtypes_are_rounded_to_bf16(dense, routed):
+    module, (x, ids, weights) = make(dense), routed
+    for dtype in (torch.float32, torch.float16):
+        wide = (x.float() * (1 + 2.0**-10)).to(dtype)
+        got = module(wide, ids, weights)
+        assert got.dtype == dtype
+        assert torch.equal(got, module(wide.bfloat16(), ids, weights).to(dtype))
+
+
 def test_both_layouts_give_the_same_bits(dense, routed):
     """On the reference, whose sums have no order."""
     ragged, padded = (make(dense, backend="reference", capacity=c) for c in (None, TOKENS))
@@ -282,7 +291,7 @@ def test_wrong_arguments():
     module = SparseNVFP4Experts(2, 64, 32)
     x, ids = torch.randn(3, 64).bfloat16(), torch.zeros(3, 2, dtype=torch.int64)
     for call, kind, words in (
-        (lambda: module(x.float(), ids, None), TypeError, r"float32.*x\.bfloat16"),
+        (lambda: module(x.double(), ids, None), TypeError, "float64"),
         (lambda: module(x[:, :32], ids, None), ValueError, r"needed \[T, 64\]"),
         (lambda: module(x[None], ids, None), ValueError, "flatten"),
         (lambda: module(x, ids.float(), None), TypeError, "topk_ids"),

@@ -11,6 +11,8 @@ modules instead, which frees the dense weights, and works whatever implementatio
 
 from __future__ import annotations
 
+import sys
+
 import torch
 
 from ..errors import UnsupportedError
@@ -114,10 +116,11 @@ def why_not(experts: torch.nn.Module) -> str | None:
             return f"they have no {name} of three dimensions"
         if weight.dtype not in (torch.bfloat16, torch.float16, torch.float32):
             return f"{name} has dtype {str(weight.dtype).removeprefix('torch.')}, not a dense one"
-    from transformers.integrations import moe
-
+    # where it is not imported, nothing of its can be here
+    moe = sys.modules.get("transformers.integrations.moe")
     gate = getattr(type(experts), "_apply_gate", None)
-    if gate is not None and gate is not getattr(moe, "_default_apply_gate", gate):
+    usual = None if moe is None else getattr(moe, "_default_apply_gate", gate)
+    if gate is not None and gate is not usual:
         return "they have a gating of their own"
     activation = getattr(experts, "act_fn", None)
     if type(activation).__name__ not in ("SiLU", "SiLUActivation"):

@@ -17,6 +17,7 @@ from ..ops.nvfp4_quantize import (
 from ..ops.nvfp4_quantize.activation import ACTIVATIONS
 from .compressed_weight import CompressedWeight, ExactFloats
 from .inference_only import inference_only
+from .quantized_linear import DTYPES
 
 _NAME = "SparseNVFP4Experts"
 
@@ -164,15 +165,15 @@ class SparseNVFP4Experts(ExactFloats):
         self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor | None
     ) -> torch.Tensor:
         """Args:
-            x: bf16 [T, H].
+            x: [T, H] in bfloat16; float16 and float32 are rounded to it.
             topk_ids: int32 or int64 [T, topk]; ids of other ranks or out of range add nothing.
             topk_weights: [T, topk] of any floating dtype, taken as FP32; None for 1.
 
         Returns:
-            bf16 [T, H]; zeros for a token without routes here.
+            [T, H] in the dtype of x; zeros for a token without routes here.
         """
         check_required(_NAME, x=x, topk_ids=topk_ids)
-        check_dtype(_NAME, "x", x, (torch.bfloat16,), ": pass x.bfloat16()")
+        check_dtype(_NAME, "x", x, DTYPES)
         if x.dim() != 2 or x.shape[1] != self.hidden_size:
             raise ValueError(
                 f"{_NAME}: x has shape {list(x.shape)}; needed [T, {self.hidden_size}]: pass "
@@ -180,11 +181,11 @@ class SparseNVFP4Experts(ExactFloats):
             )
         weights = None if topk_weights is None else topk_weights.detach().float().contiguous()
         rows = self._ragged if self.capacity is None else self._padded
-        fused, dest = rows(x.detach().contiguous(), topk_ids.contiguous())
-        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        fused, dest = rows(x.detach().bfloat16().contiguous(), topk_ids.contiguous())
+        out = torch.empty(x.shape, dtype=torch.bfloat16, device=x.device)
         y = moe_finalize(out, fused, dest, weights, backend=self.routing_backend)
         given = x if topk_weights is None or x.requires_grad else topk_weights
-        return inference_only(_NAME, given, y)
+        return inference_only(_NAME, given, y.to(x.dtype))
 
     @property
     def routing_backend(self) -> str:
