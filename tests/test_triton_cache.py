@@ -1,6 +1,6 @@
 """Triton's cache on disk: damaged files, places that cannot be written, processes that race.
 
-Scenario 11. Everything is compiled for SM90, for which no GPU is needed.
+Everything is compiled for SM90, for which no GPU is needed.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ DAMAGE = {
 }
 
 
-def test_what_is_damaged_is_compiled_again(cache, hits):
+def test_scenario_11_what_is_damaged_is_compiled_again(cache, hits):
     good = compiled()
     for name, (pattern, damage) in DAMAGE.items():
         hits.clear()
@@ -100,7 +100,7 @@ def test_what_is_damaged_is_compiled_again(cache, hits):
         assert the(cache, pattern).stat().st_size == len(whole), name
 
 
-def test_another_keys_files_are_foreign(cache, hits):
+def test_scenario_11_another_keys_files_are_foreign(cache, hits):
     one = compiled(32)
     folder = the(cache, "quantize_groups.cubin").parent
     two = compiled(64)
@@ -121,7 +121,7 @@ def test_what_a_plain_triton_left_is_checked_too(cache, hits):
 
 
 @pytest.mark.parametrize("place", ["/dev/null/x", "a file"])
-def test_where_nothing_can_be_written_a_directory_of_the_process_serves(
+def test_scenario_11_where_nothing_can_be_written_a_directory_of_the_process_serves(
     place, tmp_path, monkeypatch, hits
 ):
     (tmp_path / "file").write_text("")
@@ -136,7 +136,7 @@ def test_where_nothing_can_be_written_a_directory_of_the_process_serves(
     assert os.environ["TRITON_CACHE_DIR"] == given
 
 
-def test_a_cache_that_can_only_be_read_serves(cache, hits, monkeypatch):
+def test_scenario_11_a_cache_that_can_only_be_read_serves(cache, hits, monkeypatch):
     good = compiled(32)
     before = sorted(p for p in cache.rglob("*") if p.name != "lock")
     put = FileCacheManager.put
@@ -261,7 +261,7 @@ assert codes == [0] * 8, codes
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="the processes of this test are forked")
-def test_eight_processes_on_a_cold_cache_compile_once(cache, tmp_path):
+def test_scenario_11_eight_processes_on_a_cold_cache_compile_once(cache, tmp_path):
     log = tmp_path / "log"
     root = Path(__file__).parents[1]
     told = subprocess.run(
