@@ -67,6 +67,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         kernels = sample.catalogued.kernels if sample.kernels else ()
         if "is_compiled" in used:
             kernels = tuple(k for k in kernels if k.backend in COMPILED)
+        if "not_reference" in used:
+            kernels = tuple(k for k in kernels if k.backend != "reference")
         if "has_configs" in used:
             kernels = tuple(k for k in kernels if k.configs is not None)
         for kernel in kernels if "kernel" in names else (None,):
@@ -127,6 +129,11 @@ def records_grad() -> None:
 @pytest.fixture
 def is_compiled() -> None:
     """Only kernels that are compiled at a first call."""
+
+
+@pytest.fixture
+def not_reference() -> None:
+    """Not the reference, which would be compared with itself."""
 
 
 @pytest.fixture

@@ -64,7 +64,7 @@ def test_scenario_10_thresholds_of_m(
             sample.compare(result, expected[:m], f"M = {m}")
 
 
-def test_scenario_09_shards(run, accepted, refused, sample, kernel, device) -> None:
+def test_scenario_09_shards(run, accepted, sample, not_reference, kernel, device) -> None:
     """Each shard size in each of the sizes, against the reference."""
     for name, size in itertools.product(sample.sizes, SHARDS):
         others = {other: 192 for other in sample.sizes if other != name}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import multiprocessing
 import subprocess
 import sys
 from pathlib import Path
@@ -13,35 +15,43 @@ from farro import parallel_rows
 from farro.moe import ExpertParallel
 from farro.nn import CompressedWeight, Int8Experts, SparseNVFP4Experts
 
+from . import worker
+
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.skipif(
     not torch.distributed.is_gloo_available(), reason="this torch has no gloo"
 )
 
 
+@functools.lru_cache(maxsize=1)
+def context():
+    """Processes are forked from one that has imported all they need, and has no other threads."""
+    made = multiprocessing.get_context("forkserver")
+    made.set_forkserver_preload(["tests.distributed.worker"])
+    return made
+
+
 def run(world: int, folder: Path, scenarios: list[str], backend: str = "gloo") -> list[str]:
     """What each rank printed; fails where one of them failed."""
+    files = [folder / f"rank{rank}" for rank in range(world)]
     ranks = [
-        subprocess.Popen(
-            [
-                *(sys.executable, "-m", "tests.distributed.worker"),
-                *(backend, str(rank), str(world), str(folder / "store"), *scenarios),
-            ],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=ROOT,
+        context().Process(
+            target=worker.run, args=(backend, rank, world, folder / "store", scenarios, file)
         )
-        for rank in range(world)
+        for rank, file in enumerate(files)
     ]
     try:
-        told = [rank.communicate(timeout=120) for rank in ranks]
+        for rank in ranks:
+            rank.start()
+        for rank in ranks:
+            rank.join(timeout=120)
     finally:
         for rank in ranks:
             rank.kill()
-    for number, (rank, (out, error)) in enumerate(zip(ranks, told)):
-        assert rank.returncode == 0, f"rank {number}:\n{out}\n{error[-3000:]}"
-    return [out for out, _ in told]
+    told = [file.read_text() for file in files]
+    for number, (rank, out) in enumerate(zip(ranks, told)):
+        assert rank.exitcode == 0, f"rank {number} ended with {rank.exitcode}:\n{out[-3000:]}"
+    return told
 
 
 def test_two_processes(tmp_path):

@@ -1,20 +1,16 @@
-"""One rank of tests/distributed: runs the scenarios named on its command line, in order.
-
-python -m tests.distributed.worker gloo|nccl RANK WORLD_SIZE FILE SCENARIO ...
-"""
+"""One rank of tests/distributed, in a process of its own: runs some scenarios in order."""
 
 from __future__ import annotations
 
 import functools
 import os
-import sys
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 from torch import distributed
 
-import farro
 from farro.moe import ExpertParallel
 from farro.nn import Int8Experts, SparseNVFP4Experts
 
@@ -162,8 +158,11 @@ class Rank:
         told(error.__cause__, "imed out")
 
 
-def main() -> None:
-    backend, rank, world, file, *scenarios = sys.argv[1:]
+def run(backend: str, rank: int, world: int, store: Path, scenarios: list[str], file: Path) -> None:
+    """What is printed goes to a file."""
+    with file.open("w") as sink:
+        os.dup2(sink.fileno(), 1)
+        os.dup2(sink.fileno(), 2)
     torch.set_num_threads(1)
     device = "cpu"
     if backend == "nccl":
@@ -175,18 +174,13 @@ def main() -> None:
         told(error, "init_process_group")
     distributed.init_process_group(
         backend,
-        init_method=f"file://{file}",
-        rank=int(rank),
-        world_size=int(world),
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=world,
         timeout=timedelta(seconds=60),
     )
-    mine = Rank(int(rank), int(world), device)
+    mine = Rank(rank, world, device)
     for name in scenarios:
         getattr(mine, name)()
         print("ok", name, flush=True)
     os._exit(0)  # a group that lost a rank does not end in order
-
-
-if __name__ == "__main__":
-    assert farro.__version__
-    main()
