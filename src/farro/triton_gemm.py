@@ -20,6 +20,8 @@ LONGEST = 2**31 - 2**10  # an index rounded up to whole tiles or loop steps stay
 # KiB of shared memory that one block may have; where an architecture has no row, what all have
 _SHARED = {"sm_80": 163, "sm_87": 163, "sm_90": 227, "sm_100": 227, "sm_103": 227}
 _SHARED_KIB = 99
+WIDEST = 256  # side of a tile
+LONGEST_STEP = 1024  # of K: an index past LONGEST by a step stays an int32
 DEEPEST = 16  # stages of a loop
 LARGEST_BAND = 64  # row tiles that are visited together: counted with columns, they stay an int32
 

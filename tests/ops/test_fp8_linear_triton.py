@@ -99,6 +99,14 @@ def test_why_a_configuration_is_refused():
         ({"block_m": 16, "block_n": 16}, "more warps than pieces"),
         ({"promote": 0}, "fast_accum=True allows"),
         ({"block_k": 256, "promote": 128}, "whole steps"),
+        ({"promote": 1024, "stages": 1}, "512 of K at the latest"),
+        ({"promote": -128}, "or never"),
+        ({"family": "ring"}, "the families are"),
+        ({"block_n": 96}, "powers of two"),
+        ({"block_n": 8}, "16 x 16 x 32"),
+        ({"block_m": 512, "block_n": 16}, "at most 256 rows"),
+        ({"group_m": 128}, "row tiles"),
+        ({"stages": 0}, "stages"),
     ):
         assert reason in triton.refuses(dataclasses.replace(good, **change), asked)
     never = dataclasses.replace(good, promote=0)

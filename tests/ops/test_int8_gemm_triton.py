@@ -107,6 +107,8 @@ def test_why_a_configuration_is_refused():
         ({"block_n": -16}, "power of two of columns"),
         ({"block_n": 8}, "16 columns"),
         ({"block_m": 8}, "16 rows"),
+        ({"block_m": 512, "block_n": 16}, "at most 256 rows"),
+        ({"block_k": 1280, "block_m": 16, "block_n": 16, "warps": 1}, "1024 of K"),
         ({"group_m": 0}, "row tiles"),
         ({"group_m": 128}, "row tiles"),
         ({"stages": 0}, "stages"),

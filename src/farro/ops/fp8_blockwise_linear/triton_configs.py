@@ -8,7 +8,15 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ...problem import Problem
-from ...triton_gemm import DEEPEST, LARGEST_BAND, indescribable, powers_of_two, shared_limit
+from ...triton_gemm import (
+    DEEPEST,
+    LARGEST_BAND,
+    LONGEST_STEP,
+    WIDEST,
+    indescribable,
+    powers_of_two,
+    shared_limit,
+)
 
 BLOCK = 128  # of K: what one scale covers
 FAMILIES = ("pointers", "decoded", "descriptors")
@@ -87,6 +95,8 @@ def _refuse_shapes(config: Config, problem: Problem) -> str | None:
         return "tiles and warps are powers of two, and warps at most 8"
     if min(config.block_m, config.block_n) < 16 or config.block_k < 32:
         return "tensor cores take tiles of 16 x 16 x 32 and more"
+    if max(config.block_m, config.block_n) > WIDEST or config.block_k > LONGEST_STEP:
+        return f"tiles have at most {WIDEST} rows and columns, and {LONGEST_STEP} of K"
     if config.group_m > LARGEST_BAND or not 0 < config.stages <= DEEPEST:
         return f"a band has 1 to {LARGEST_BAND} row tiles, a loop 1 to {DEEPEST} stages"
     pieces = (config.block_m // 16) * (config.block_n // 8)

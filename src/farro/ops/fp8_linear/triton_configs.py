@@ -8,7 +8,15 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ...problem import Problem
-from ...triton_gemm import DEEPEST, LARGEST_BAND, indescribable, powers_of_two, shared_limit
+from ...triton_gemm import (
+    DEEPEST,
+    LARGEST_BAND,
+    LONGEST_STEP,
+    WIDEST,
+    indescribable,
+    powers_of_two,
+    shared_limit,
+)
 
 FAMILIES = ("pointers", "descriptors")
 PROMOTIONS = (0, 128, 256, 512)  # of K between promotions to FP32; 0 is none
@@ -92,6 +100,8 @@ def _refuse_shapes(config: Config, problem: Problem) -> str | None:
         return "tiles and warps are powers of two, and warps at most 8"
     if min(config.block_m, config.block_n) < 16 or config.block_k < 32:
         return "tensor cores take tiles of 16 x 16 x 32 and more"
+    if max(config.block_m, config.block_n) > WIDEST or config.block_k > LONGEST_STEP:
+        return f"tiles have at most {WIDEST} rows and columns, and {LONGEST_STEP} of K"
     if not (0 < config.group_m <= LARGEST_BAND and 0 < config.stages <= DEEPEST):
         return f"a band has 1 to {LARGEST_BAND} row tiles, a loop 1 to {DEEPEST} stages"
     return None
@@ -116,7 +126,9 @@ def _refuse_idle_warps(config: Config, problem: Problem) -> str | None:
 
 
 def _refuse_promotion(config: Config, problem: Problem) -> str | None:
-    if config.promote < 0 or config.promote % config.block_k:
+    if not 0 <= config.promote <= PROMOTIONS[-1]:
+        return f"sums are promoted after {PROMOTIONS[-1]} of K at the latest, or never (0)"
+    if config.promote % config.block_k:
         return "a promotion comes after whole steps of K"
     if config.promote == config.block_k and "wgmma" not in problem.arch.features:
         return "Triton makes one sum of it again where each product is promoted by itself"

@@ -9,7 +9,15 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ...problem import Problem, TensorSpec
-from ...triton_gemm import DEEPEST, LARGEST_BAND, indescribable, powers_of_two, shared_limit
+from ...triton_gemm import (
+    DEEPEST,
+    LARGEST_BAND,
+    LONGEST_STEP,
+    WIDEST,
+    indescribable,
+    powers_of_two,
+    shared_limit,
+)
 
 _ACCUMULATORS = 160  # 32-bit registers a thread for INT32 partials and FP32 totals
 FAMILIES = ("pointers", "descriptors", "specialized", "ring")
@@ -133,6 +141,8 @@ def _refuse_shapes(config: Config, problem: Problem) -> str | None:
         return "tiles have 16 rows, 32 of K or more, and a power of two of columns"
     if config.block_n < 16 or config.warps < 1:
         return "tiles have 16 columns or more, and a warp at least"
+    if max(config.block_m, config.block_n) > WIDEST or config.block_k > LONGEST_STEP:
+        return f"tiles have at most {WIDEST} rows and columns, and {LONGEST_STEP} of K"
     if config.family != "ring" and (
         not powers_of_two(config.block_m, config.warps) or config.warps > 8
     ):
