@@ -90,12 +90,14 @@ def test_families_use_what_they_promise(family):
 
 @pytest.mark.parametrize("group_size", (32, 64, 128, 256))
 @pytest.mark.parametrize("output", (torch.float32, torch.bfloat16))
-def test_rings_fit_in_shared_memory(output, group_size):
+@pytest.mark.parametrize("count", (2, pytest.param(None, marks=pytest.mark.slow)))
+def test_rings_fit_in_shared_memory(output, group_size, count, generator):
     """The estimate that decides what is legal is no lower than what the compiler takes."""
     tensors, problem = gemm_problem(48, 4096, 4096, group_size, "sm_90", output)
     rings = [c for c in gemm.configs(problem) if c.family == "ring" and c.group_m == 8]
-    deepest = {(c.swap, c.block_m, c.block_n, c.block_k): c for c in rings}
-    for config in list(deepest.values())[::5]:
+    deepest = list({(c.swap, c.block_m, c.block_n, c.block_k): c for c in rings}.values())
+    for pick in torch.randperm(len(deepest), generator=generator)[:count].tolist():
+        config = deepest[pick]
         kernel = compiled(config, tensors, problem)
         assert kernel.metadata.shared <= triton_configs.shared_bytes(config, problem), config
 
