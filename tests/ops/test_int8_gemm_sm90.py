@@ -326,7 +326,9 @@ def test_the_tuned_table_is_asked_first(table):
     ]
     table(*rows)
     assert sm90.config(problem_of(1000, 4096, 4096, device="some_gpu")) == best
-    assert sm90.config(problem_of(5, 4000, 4000, device="some_gpu")) == other
+    assert sm90.config(problem_of(4, 4096, 4096, device="some_gpu")) == other
+    deepest = dataclasses.replace(other, stages=16)
+    assert sm90.config(problem_of(5, 4000, 4000, device="some_gpu")) == deepest
     assert sm90.config(problem_of(1000, 4096, 4096)) != best  # another device
     assert sm90.config(problem_of(1000, 4096, 4096, 128, device="some_gpu")) != best
     table(rows[1])
@@ -336,23 +338,25 @@ def test_the_tuned_table_is_asked_first(table):
 
 def test_few_rows_take_what_is_resident_at_once(table):
     """A deep ring leaves room for one CTA of a multiprocessor; a second round would wait for it."""
-    deep, shallow = Config("small", 64, 64, 12, 1, ahead=True), Config("small", 64, 64, 6, 1)
+    deep, other = Config("small", 64, 64, 12, 1, ahead=True), Config("small", 16, 64, 3, 2)
     assert sm90.shared_bytes(deep, 256) > sm90.SHARED_LIMIT / 2
-    assert sm90.shared_bytes(shallow, 256) <= sm90.SHARED_LIMIT / 2 - 1024
-    rows = [
+    table(
         {"backend": "cuda", "m": 64, "n": 8192, "config": deep.as_dict()},
-        {"backend": "cuda", "m": 64, "n": 64, "config": shallow.as_dict()},
-    ]
-    table(*rows)
+        {"backend": "cuda", "m": 16, "n": 64, "config": other.as_dict()},
+    )
 
     def chosen(n, multiprocessors):
         problem = problem_of(64, n, 4096, device="some_gpu")
         arch = dataclasses.replace(problem.arch, multiprocessors=multiprocessors)
         return sm90.config(dataclasses.replace(problem, arch=arch))
 
-    assert chosen(8192, 128) == deep  # 128 tiles, the nearest row
-    assert chosen(8192, 127) == chosen(8193, 128) == chosen(2 * 8192, 128) == shallow
-    assert chosen(2**20, 128) == deep  # nothing is resident at once: the nearest row after all
+    assert chosen(8192, 128) == chosen(8192, 9) == deep  # as measured, whatever fits
+    assert chosen(8000, 128) == deep  # 125 tiles, the nearest row
+    half = dataclasses.replace(deep, stages=6)  # two CTAs fit a multiprocessor
+    assert sm90.shared_bytes(half, 256) <= sm90.SHARED_LIMIT / 2 - 1024
+    assert chosen(8193, 128) == chosen(2 * 8192, 128) == half
+    # nothing is resident at once
+    assert chosen(2**20, 128) == sm90.heuristic(64, 2**20, 4096, 256)
 
 
 def test_models_serve_many_rows(table):

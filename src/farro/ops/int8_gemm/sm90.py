@@ -17,7 +17,7 @@ from ...cuda import tensor_map
 from ...cuda.launch import Launch, kernel_function
 from ...dispatch import insert
 from ...problem import Problem
-from ...tuning import FEW_ROWS, chosen, parsed, preferred, table
+from ...tuning import FEW_ROWS, chosen, nearest, parsed, preferred, table
 from . import triton
 
 SHARED_LIMIT = 232448  # bytes a CTA may use on SM90
@@ -33,6 +33,7 @@ _SCALE_STAGES = 3  # of the large kernel
 _SCALE_GROUPS = 4  # of one of them
 _ROWS = {"large": (256, 128), "small": (8, 16, 32, 64, 128)}
 _COLUMNS = {"large": (128, 112, 96), "small": (64,)}
+_STAGES = {"large": (3, 4, 5, 6, 7), "small": (3, 4, 6, 8, 12, 16)}
 _SUMS = {1: 176, 2: 128}  # by warpgroups of the small kernel: sums that a thread can hold
 
 
@@ -133,13 +134,13 @@ def configs(problem: Problem) -> list[Config]:
         Config("large", rows, columns, stages, raster=raster)
         for rows in _ROWS["large"]
         for columns in _COLUMNS["large"]
-        for stages in (3, 4, 5, 6, 7)
+        for stages in _STAGES["large"]
         for raster in (4, 8, 16)
     ]
     small = [
         Config("small", tokens, 64, stages, consumers, ahead, cluster=cluster)
         for tokens in _ROWS["small"]
-        for stages in (3, 4, 6, 8, 12, 16)
+        for stages in _STAGES["small"]
         for consumers in (1, 2)
         for ahead in (False, True)
         for cluster in (1, 2)
@@ -216,12 +217,36 @@ def config(problem: Problem) -> Config:
     def legal(values: dict[str, Any]) -> bool:
         return _reads(values, group_size, m)
 
-    def at_once(values: dict[str, Any]) -> bool:
-        return legal(values) and _in_one_round(Config(**values), group_size, m, n, count)
-
-    found = chosen(*arguments, count, at_once) if m <= FEW_ROWS else None
-    found = found or chosen(*arguments, count, legal)
+    if m <= FEW_ROWS:
+        same = {**exact, "group_size": group_size, "m": m, "n": n, "k": k}
+        measured = nearest(rows, same, {}, legal)
+        return _few(rows, problem) if measured is None else Config(**measured)
+    found = chosen(*arguments, count, legal)
     return heuristic(m, n, k, group_size) if found is None else Config(**found)
+
+
+def _few(rows: tuple[dict[str, Any], ...], problem: Problem) -> Config:
+    """The nearest row's tile, no wider than M asks, its ring as deep as lets all CTAs be resident.
+
+    The heuristic, where no row's tile does: a second round costs more than the best ring gains.
+    """
+    group_size, count = group_of(problem), problem.arch.multiprocessors
+    (m, k), n = problem.spec("a").shape, problem.spec("b").shape[1]
+
+    def at_once(values: dict[str, Any]) -> Config | None:
+        if not _reads(values, group_size, m):
+            return None
+        tile = Config(**values)
+        while m <= tile.rows * tile.cluster // 2 and tile.rows > 8 * tile.consumers:
+            tile = replace(tile, rows=tile.rows // 2)  # TMA takes its time for rows outside, too
+        rings = (replace(tile, stages=stages) for stages in reversed(_STAGES["small"]))
+        fit = (c for c in rings if is_legal(c, group_size, m))
+        return next((c for c in fit if _in_one_round(c, group_size, m, n, count)), None)
+
+    exact, sizes = {"backend": "cuda", "group_size": group_size}, {"m": m, "n": n, "k": k}
+    found = chosen(rows, exact, sizes, count, lambda values: at_once(values) is not None)
+    tile = None if found is None else at_once(found)
+    return heuristic(m, n, k, group_size) if tile is None else tile
 
 
 def _reads(values: dict[str, Any], group_size: int, m: int) -> bool:
