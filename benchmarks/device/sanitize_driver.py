@@ -65,13 +65,14 @@ SWIGLU = (
     fp8_swiglu.Config("small", 64, 3),
 )
 NVFP4 = (
-    nvfp4.Config(4, 8, 2, 5),
-    nvfp4.Config(2, 16, 1, 4, ahead=False, ctas=2),
-    nvfp4.Config(1, 8, 4, 3, split=4),
-    nvfp4.Config(2, 32, 2, 3, split=2),
-    nvfp4.Config(4, 64, 1, 4),
-    nvfp4.Config(3, 128, 1, 4, ahead=False),
-    nvfp4.Config(2, 256, 1, 3),
+    nvfp4.Config(4, 8, 2, 5, True),
+    nvfp4.Config(2, 16, 2, 3, True, ctas=2),
+    nvfp4.Config(1, 8, 2, 3, True, split=4),
+    nvfp4.Config(2, 32, 2, 3, True, split=2),
+    nvfp4.Config(4, 64, 2, 4, False),
+    nvfp4.Config(3, 128, 1, 4, False),
+    nvfp4.Config(2, 256, 1, 3, False),
+    nvfp4.Config(4, 64, 2, 3, True),
 )
 DTYPES = (torch.bfloat16, torch.float32, torch.float16)
 
@@ -205,9 +206,9 @@ def nvfp4_products():
     """Tails of M, K and tokens, experts without tokens, more tiles than SMs."""
     runs = 0
     for turn, config in enumerate(NVFP4):
-        sizes = [(5, 352, 1376, 20 if config.expands else 300)]
+        sizes = [(5, 352, 1376, 20 if config.inside else 300)]
         if turn in (0, 6):
-            sizes.append((9, 2080, 288, 20 if config.expands else 520))
+            sizes.append((9, 2080, 288, 20 if config.inside else 520))
         for e, m, k, cap in sizes:
             case = GroupCase("product", e, m, k, cap, turn % 2 == 0, turn % 3 != 0, values="exact")
             call = case.build("cuda", 7)

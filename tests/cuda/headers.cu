@@ -392,6 +392,14 @@ __global__ void widen_halves(const u32* from, u32* to, float factor, int count) 
   if (i < count) to[i] = halves_to_brains(from[i], factor);
 }
 
+__global__ void expand_blocks(const uint4* codes, const u8* scales, uint4* to, int blocks) {
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i >= blocks) return;
+  uint4 units[4];
+  expand_block(codes[i], scales[i], units);
+  for (int u = 0; u < 4; ++u) to[4 * i + u] = units[u];
+}
+
 template <bool BF16>
 __global__ void expand_units(const void* x, const u8* scales, uint4* to, int units) {
   const int i = blockIdx.x * blockDim.x + threadIdx.x;

@@ -45,7 +45,7 @@ NAMES = (
     *(f"row_scales<{rows}>" for rows in (64, 192)),
     *(f"{name}<{bf16}>" for name in ("multiply_pairs", "expand_units") for bf16 in BOOLEANS),
     *("reverse_in_pairs", "trade_registers", "read_bias", "visit", "gelu_all"),
-    *("copy_bulk", "rows_of_experts", "decode_bytes", "widen_halves"),
+    *("copy_bulk", "expand_blocks", "rows_of_experts", "decode_bytes", "widen_halves"),
 )
 
 
@@ -517,6 +517,9 @@ def test_activations_expand_in_the_order_of_weights(generator):
     given = packed.cuda(), scales.byte().cuda()
     launch("expand_units<false>", (*given, out, units), 256, blocks=32)
     want = (E2M1[codes].double() * e4m3(scales)[:, None])[:, order]
+    assert_same_values(out, want)
+    out.fill_(-1)
+    launch("expand_blocks", (*given, out, ctypes.c_int(2048)), 256, blocks=8)
     assert_same_values(out, want)
     x = torch.randint(-(2**15), 2**15, (2048, 32), generator=generator).short().view(torch.bfloat16)
     out = torch.full((2048, 32), -1.0, dtype=torch.bfloat16, device="cuda")

@@ -21,12 +21,12 @@ from .sm90_forced import compile_all, skip_without_it
 from .test_nvfp4_group_mm_triton import problem_of
 
 KERNEL = next(k for k in operator_named("nvfp4_group_mm").kernels if k.backend == "cuda")
-FEW, MANY = Config(4, 8, 2, 6), Config(2, 256, 1, 3)
+FEW, MANY = Config(4, 8, 2, 6, True), Config(2, 256, 1, 3, False)
 
 
-def shapes() -> list[Config]:
-    """Each tile, step, way to overlap, number of CTAs and split with a ring of three."""
-    found = {dataclasses.replace(c, stages=3): None for c in sm90.configs(1)}
+def shapes(bf16: bool = True) -> list[Config]:
+    """Each tile, step, way to expand, number of CTAs and split, with a ring of three."""
+    found = {dataclasses.replace(c, stages=3): None for c in sm90.configs(1, bf16)}
     return list(found)
 
 
@@ -37,15 +37,23 @@ def test_chosen_configurations_are_legal():
             for coded in (False, True):
                 problem = problem_of(e, m, k, cap, coded, ragged)
                 assert sm90.why_not(problem) is None and sm90.must_run(problem)
-                assert sm90.refuses(sm90.config(problem), e) is None
+                assert sm90.refuses(sm90.config(problem), e, not coded) is None
                 for config in sm90.candidates(problem):
-                    assert sm90.refuses(config, e) is None
+                    assert sm90.refuses(config, e, not coded) is None
+
+
+def test_chosen_are_the_fastest_that_were_measured():
+    for (e, m, k, cap), fastest in (
+        ((128, 1536, 2048, 8), Config(4, 8, 2, 9, True)),
+        ((128, 2048, 768, 8), Config(4, 8, 2, 9, True)),
+        ((32, 4096, 7168, 16), Config(4, 16, 2, 8, True)),
+        ((32, 4096, 7168, 64), Config(4, 64, 2, 5, False)),
+        ((32, 4096, 7168, 512), Config(2, 256, 1, 6, False)),
+    ):
+        assert sm90.heuristic(problem_of(e, m, k, cap)) == fastest
 
 
 def test_few_tokens_take_tiles_that_fill_the_device():
-    assert sm90.heuristic(problem_of(128, 1536, 2048, 8)).tile == (8, 256)
-    assert sm90.heuristic(problem_of(32, 4096, 7168, 16)).tile == (16, 256)
-    assert sm90.heuristic(problem_of(32, 4096, 7168, 512)).tile == (256, 128)
     alone = sm90.heuristic(problem_of(1, 2048, 7168, 4))
     assert alone.tile == (8, 64) and alone.split == 4
     assert sm90.heuristic(problem_of(1, 64, 128, 4)).split == 1
@@ -81,11 +89,13 @@ def test_parameters_lie_as_the_kernel_reads_them(tmp_path):
     (tmp_path / "nvfp4.cuh").write_text(rows)
     text = [f'#include "{source}"']
     text += [offsets_of("Problem", sm90._Problem), offsets_of("Rows", sm90._Rows)]
-    for i, c in enumerate(shapes()[::7]):
-        given = f"{c.consumers}, {c.tokens}, {c.step}, {c.stages}, false, {c.ctas}, {c.split}"
-        traits = f"Traits<false, {str(c.expands).lower()}, {given}>"
-        own = sm90.shared_bytes(c, 5) - sm90._ALIGNMENT - 4 * 16
+    for i, c in enumerate(shapes(False)[::7]):
+        given = f"{c.consumers}, {c.tokens}, {c.step}, {c.stages}, {c.ctas}, {c.split}"
+        bf16 = i % 2 == 0 and sm90.refuses(c) is None
+        traits = f"Traits<{str(bf16).lower()}, {str(c.inside).lower()}, {given}>"
+        own = sm90.shared_bytes(c, 5, bf16) - sm90._ALIGNMENT - 4 * 16
         facts = f"T::table == {own} && T::full % 8 == 0 && T::half % 1024 == 0 && T::sums % 16 == 0"
+        facts += f" && T::raw % 1024 == 0 && T::a % 16 == 0 && T::few == {c.few}"
         taken = "T::exchange ? T::taken : T::launched"
         text.append(
             f"namespace fact{i} {{ using T = {traits};\n"
@@ -115,11 +125,13 @@ def test_few_tokens_are_one_launch(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "get_device", lambda self: 0)
     rows = sm90.rows_of(out, counts, 3, 512)
     launch = sm90.group_launch(FEW, out, tuple(parts), x, sfb, alphas, rows)
-    problem, told = launch.parameters
+    few, every, problem, told = launch.parameters
+    assert few == every == (x.data_ptr(), 24, 256, 256, 8, 128)
     assert launch.grid == (132, 1, 1) and launch.threads == 640 and launch.cluster == 1
     assert (told.experts, told.capacity, told.k, told.ragged) == (3, 8, 512, 0)
     assert problem.x == x.data_ptr() and problem.x_scales == sfb.data_ptr()
     assert (problem.features, problem.out_vector, problem.contiguous) == (256, 0, 1)
+    assert problem.scale_vector == 1
     shared = dataclasses.replace(FEW, split=4)
     launch = sm90.group_launch(shared, out, tuple(parts), x, sfb, alphas, rows)
     assert launch.cluster == 4 and launch.grid[0] % 4 == 0
@@ -134,9 +146,9 @@ def test_many_tokens_are_expanded_before(monkeypatch):
     first = sm90.expand_launch(x, sfb, expanded, rows)
     assert first.grid[1] == 3 and first.threads == 256
     launch = sm90.group_launch(MANY, out, tuple(parts), x, sfb, alphas, rows, expanded)
-    few, many, problem, told = launch.parameters
-    assert problem.x == x.data_ptr() and "<false, 2, 256" in launch.function[1]
-    assert few == (expanded.data_ptr(), 900, 1024, 1024, 8, 128) and many[4] == 64
+    few, every, problem, told = launch.parameters
+    assert problem.x == x.data_ptr() and "<false, false, 2, 256" in launch.function[1]
+    assert few == (expanded.data_ptr(), 900, 1024, 1024, 64, 128) and every[4] == 256
     assert (problem.out_vector, problem.contiguous, told.ragged, told.capacity) == (1, 0, 1, 900)
 
 
@@ -146,7 +158,7 @@ def test_many_tokens_are_expanded_before(monkeypatch):
 @pytest.fixture(scope="module")
 def compiled():
     skip_without_it()
-    wanted = [sm90.kernel_name(c, b) for c in shapes() for b in (False, True)]
+    wanted = [sm90.kernel_name(c, b) for b in (False, True) for c in shapes(b)]
     compile_all([*wanted, *(sm90.expand_name(b) for b in (False, True))])
 
 
@@ -171,7 +183,7 @@ def test_every_configuration(coded, generator):
             case = GroupCase(name, e, m, k, cap, ragged, coded, values="exact")
             call = case.build("cuda", int(torch.randint(2**31, (1,), generator=generator)))
             out = call.arguments["out"]
-            for config in shapes():
+            for config in shapes(not coded):
                 out.fill_(7)
                 sm90.run(config, out, *call.operands)
                 wrong = call.differs(0, out, call.expected[0])
@@ -225,7 +237,7 @@ def test_rows_do_not_depend_on_others_and_runs_are_equal(generator):
     case = GroupCase("rows", 4, 512, 2048, 40, counts="full")
     call = case.build("cuda", int(torch.randint(2**31, (1,), generator=generator)))
     a_comp, e_meta, sfa, b_act, sfb, alphas, counts = call.operands
-    for config in shapes():
+    for config in shapes(False):
         out, again = (torch.full((4, 40, 512), 7.0, dtype=torch.bfloat16).cuda() for _ in "ab")
         sm90.run(config, out, a_comp, e_meta, sfa, b_act, sfb, alphas, counts)
         for _ in range(3):

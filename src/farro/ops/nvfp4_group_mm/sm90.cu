@@ -1,11 +1,12 @@
 // nvfp4_group_mm on SM90a: grouped products with paired-4:8 sparse weights through wgmma.sp.
 //
-// Persistent over (expert, 64 * CONSUMERS weight rows, up to TOKENS tokens). Warpgroup 0 fills a ring
-// of stages of STEP * 128 of K: compressed weights by bulk copies; activations either by TMA from what
-// sm90_expand.cu wrote (many tokens) or, EXPAND, read as they are and expanded by three warps (few
-// tokens: no other launch, a quarter of the bytes). Each other warpgroup decodes 64 weight rows to 16
-// bits in registers, 128 of K at a time; with AHEAD while the tensor cores work on the 128 before.
-// A cluster of SPLIT CTAs shares K; the first adds their sums in order.
+// Persistent over (expert, 64 * CONSUMERS weight rows, up to TOKENS tokens). Two rings in shared memory:
+// A, stages of STEP * 128 of K, holds compressed weights, which warp 0 brings by bulk copies; B, units
+// of PART * 64 of K, activations as 16-bit operands. INSIDE, A also holds activations as they were given,
+// and three warps expand them from there to B (never from memory: a load waits behind all the weights that
+// are on their way); else TMA brings to B what sm90_expand.cu wrote. Each other warpgroup decodes 64
+// weight rows to 16 bits in registers, 128 of K at a time, and multiplies them. A cluster of SPLIT CTAs
+// shares K; the first adds their sums in order.
 #include "nvfp4.cuh"
 #include "output.cuh"
 #include "tiles.cuh"
@@ -26,29 +27,42 @@ struct Problem {
   const u8* x_scales;  // of codes
   BFloat16* out;
   int features;
-  int raster;      // token tiles that are visited together
-  int contiguous;  // whether a CTA takes neighbouring tiles
-  int out_vector;  // 8-byte stores to out are aligned
+  int raster;        // token tiles that are visited together
+  int contiguous;    // whether a CTA takes neighbouring tiles
+  int out_vector;    // 8-byte stores to out are aligned
+  int scale_vector;  // x_scales of 128 of K are an aligned word
 };
 
-template <bool BF16_, bool EXPAND_, int CONSUMERS_, int TOKENS_, int STEP_, int STAGES_, bool AHEAD_,
-          int CTAS_, int SPLIT_>
+template <bool BF16_, bool INSIDE_, int CONSUMERS_, int TOKENS_, int STEP_, int STAGES_, int CTAS_, int SPLIT_>
 struct Traits {
-  static constexpr bool BF16 = BF16_, EXPAND = EXPAND_, AHEAD = AHEAD_;
+  static constexpr bool BF16 = BF16_, INSIDE = INSIDE_;
+  // How codes become FP16: by conversion from E4M3, or by shifts, each where it was the faster
+  static constexpr bool CONVERT = TOKENS_ < 128;
   static constexpr int CONSUMERS = CONSUMERS_, TOKENS = TOKENS_, STEP = STEP_, STAGES = STAGES_;
   static constexpr int SPLIT = SPLIT_;
   static constexpr int threads = 128 + 128 * CONSUMERS, rows = kRows * CONSUMERS;
-  static constexpr int half = TOKENS * 128;  // bytes of 64 of K
-  static constexpr int stage_b = STEP * 2 * half, block = STEP * kTile, stage_a = CONSUMERS * block;
+  static constexpr int half = TOKENS * 128;              // bytes of 64 of K
+  static constexpr int few = TOKENS > 32 ? TOKENS / 4 : 8;  // rows of the smaller boxes
+  // Units of B are halves of 128 of K where tiles are wide: more of them are on their way
+  static constexpr int PART = TOKENS >= 128 ? 1 : 2;
+  static constexpr int UNITS = TOKENS == 64 && CTAS_ > 1 ? 4 : TOKENS == 64 || TOKENS == 256 ? 6 : 8;
+  static constexpr int unit = PART * half, block = STEP * kTile, stage_a = CONSUMERS * block;
+  // Activations of a stage as they were given: boxes of 128 bytes of each token, then scales
+  static constexpr int boxes = !INSIDE ? 0 : BF16 ? 2 * STEP : 1;
+  static constexpr int stage_raw = boxes * half, stage_scales = INSIDE && !BF16 ? TOKENS * 4 * STEP : 0;
+  static_assert(!INSIDE || STEP == 2, "a box has the codes of 256 of K");
+  static_assert(INSIDE || SPLIT == 1, "warps 2 and 3 would have to meet the cluster too");
   // Shared memory
-  static constexpr int b = 0, a = STAGES * stage_b, sums = a + STAGES * stage_a;
+  static constexpr int b = 0, raw = UNITS * unit, a = raw + STAGES * stage_raw;
+  static constexpr int raw_scales = a + STAGES * stage_a, sums = raw_scales + STAGES * stage_scales;
   static constexpr int full = sums + (SPLIT > 1 ? rows * TOKENS * 4 : 0), empty = full + 8 * STAGES;
-  static constexpr int table = empty + 8 * STAGES;  // int [3 * experts + 1]
+  static constexpr int b_full = empty + 8 * STAGES, b_empty = b_full + 8 * UNITS;
+  static constexpr int table = b_empty + 8 * UNITS;  // int [3 * experts + 1]
   // Registers: of a thread at launch, and where warpgroups multiply wide tiles, after an exchange
   static constexpr bool exchange = TOKENS >= 64;
   static constexpr int most(int registers) { return registers < 240 ? registers / 8 * 8 : 240; }
   static constexpr int launched = most(65536 / (threads * CTAS_));
-  static constexpr int given = CTAS_ > 1 || CONSUMERS > 2 ? 32 : 40;
+  static constexpr int given = INSIDE ? 64 : CTAS_ > 1 || CONSUMERS > 2 ? 32 : 40;
   static constexpr int taken = most((launched * (CONSUMERS + 1) - given) / CONSUMERS);
 };
 
@@ -153,19 +167,24 @@ struct Span {
 
 // ---- Producers ----
 
-// One warp: weights, and with TMA activations.
+// The rows of a box that are brought of a tile's activations.
 template <class T>
-__device__ __forceinline__ void produce(const TensorMap* few_rows, const TensorMap* many_rows,
-                                        const Problem& p, const Rows& rows, Tiles<T>& tiles, u32 base,
-                                        int lane) {
+__device__ __forceinline__ int box_of(const Tile& tile) {
+  return tile.tokens <= T::few ? T::few : T::TOKENS;
+}
+
+// One warp: weights, and INSIDE activations as they were given.
+template <class T>
+__device__ __forceinline__ void produce(const TensorMap* few_rows, const TensorMap* all_rows,
+                                        const Problem& p, const Rows& rows, Tiles<T>& tiles, u8* shared,
+                                        u32 base, int lane) {
   const Span<T> k(rows.k);
   Ring<T::STAGES> ring(1);
   Tile tile;
   while (tiles.take(tile)) {
     const int top = tile.row_tile * T::rows, valid = min(p.features - top, T::rows);
     const i64 matrix = static_cast<i64>(tile.expert) * p.features * k.steps;  // in 32s of K
-    const bool many = tile.tokens > 32;
-    const int box = many ? 64 : 8, boxes = (tile.tokens + box - 1) / box;
+    const int box = box_of<T>(tile);
     // A lane copies one part of one consumer's rows
     const int consumer = lane / 3, part = lane % 3, mine = min(valid - consumer * kRows, kRows);
     const u8* from = part == 0 ? p.codes : part == 1 ? p.meta : p.scales;
@@ -177,67 +196,117 @@ __device__ __forceinline__ void produce(const TensorMap* few_rows, const TensorM
       const u32 full = base + T::full + 8 * ring.stage;
       const int here = min(k.steps - 4 * chunk, 4 * T::STEP);
       mbarrier_wait(base + T::empty + 8 * ring.stage, ring.parity);
-      if (lane == 0)
-        mbarrier_expect(full, valid * here * 11 + (T::EXPAND ? 0 : (here + 3) / 4 * boxes * box * 256));
+      if (lane == 0) mbarrier_expect(full, valid * here * 11 + T::boxes * box * 128);
       __syncwarp();
       if (consumer < T::CONSUMERS && mine > 0)
         bulk_load(to + ring.stage * T::stage_a, from + static_cast<i64>(mine) * size * 4 * chunk,
                   mine * size * here, full);
-      if constexpr (!T::EXPAND) {
-        const int halves = 2 * ((here + 3) / 4);
-        for (int i = lane; i < boxes * halves; i += 32) {
-          const int half = i % halves, rows_before = i / halves * box;
-          tma_load(base + T::b + ring.stage * T::stage_b + half * T::half + rows_before * 128,
-                   many ? many_rows : few_rows, chunk * 256 + half * 128,
-                   static_cast<int>(tile.first_row) + rows_before, full);
+      if (T::INSIDE && lane >= 32 - T::boxes) {
+        const int which = lane - (32 - T::boxes);
+        tma_load(base + T::raw + ring.stage * T::stage_raw + which * T::half,
+                 box < T::TOKENS ? few_rows : all_rows, chunk * (T::BF16 ? 256 : 64) + which * 128,
+                 static_cast<int>(tile.first_row), full);
+      }
+      if constexpr (T::stage_scales > 0) {
+        const int to_scales = T::raw_scales + ring.stage * T::stage_scales;
+#pragma unroll
+        for (int i = lane; i < T::TOKENS * T::STEP; i += 32) {  // words: those of 128 of K
+          const int token = i / T::STEP, step = 4 * (chunk + i % T::STEP);
+          const u8* scales = p.x_scales + (tile.first_row + token) * k.steps + step;
+          const bool there = token < tile.tokens && step < k.steps;
+          if (p.scale_vector)
+            cp_async<4>(base + to_scales + 4 * i, there ? scales : p.x_scales, there);
+          else
+            for (int s = 0; s < 4; ++s)
+              shared[to_scales + 4 * i + s] = there && step + s < k.steps ? __ldg(scales + s) : 0;
         }
+        if (p.scale_vector) cp_async_arrive(full);
+        else mbarrier_arrive(full);
       }
       ring.next();
     }
     if constexpr (T::SPLIT > 1) cluster_sync(), cluster_sync();
   }
+  if constexpr (T::stage_scales > 0) cp_async_wait_all();
 }
 
-// One warp of kExpanders: every so many stages' activations, expanded on the way to shared memory.
+// One warp: activations that were expanded before.
 template <class T>
-__device__ __forceinline__ void expand(const Problem& p, const Rows& rows, Tiles<T>& tiles,
-                                       u8* shared, u32 base, int which, int lane) {
-  constexpr int kSteps = 4 * T::STEP, kUnits = T::TOKENS * kSteps * 4 / 32;  // units of a lane
-  constexpr int kTogether = kUnits < 8 ? kUnits : 8;                         // loads in flight
+__device__ __forceinline__ void produce_operand(const TensorMap* few_rows, const TensorMap* all_rows,
+                                                const Rows& rows, Tiles<T>& tiles, u32 base, int lane) {
   const Span<T> k(rows.k);
-  Ring<T::STAGES> ring(1);
+  Ring<T::UNITS> ring(1);
+  Tile tile;
+  while (tiles.take(tile)) {
+    const int box = box_of<T>(tile);
+    const TensorMap* map = box < T::TOKENS ? few_rows : all_rows;
+    for (int half = 2 * k.first; half < 2 * k.last; half += T::PART) {
+      const u32 full = base + T::b_full + 8 * ring.stage;
+      mbarrier_wait(base + T::b_empty + 8 * ring.stage, ring.parity);
+      if (lane == 0) {
+        mbarrier_expect(full, T::PART * box * 128);
+#pragma unroll
+        for (int i = 0; i < T::PART; ++i)
+          tma_load(base + T::b + ring.stage * T::unit + i * T::half, map, (half + i) * 128,
+                   static_cast<int>(tile.first_row), full);
+      }
+      __syncwarp();
+      ring.next();
+    }
+  }
+}
+
+// A warp's share of 128 of K, from a stage's boxes to the operand: lane / 8 is the 32 of K.
+template <class T>
+__device__ __forceinline__ void expand_chunk(const u8* raw, const u8* scales, u8* to, int place,
+                                             int tokens, int lane) {
+  const int step = lane / 8, at_step = place * 4 + step;
+#pragma unroll(T::TOKENS <= 16 ? 2 : 1)
+  for (int first = 0; first < T::TOKENS; first += 8) {
+    if (first >= tokens) break;
+    const int token = first + lane % 8, turn = lane % 8;  // of the 128-byte swizzle
+    uint4 units[4];
+    if constexpr (T::BF16) {
+      const uint4* row = reinterpret_cast<const uint4*>(raw + at_step / 2 * T::half + token * 128);
+      uint4 given[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) given[i] = row[(at_step % 2 * 4 + i) ^ turn];
+#pragma unroll
+      for (int u = 0; u < 4; ++u) units[u] = reorder_unit(given[u % 2 * 2], given[u % 2 * 2 + 1], u);
+    } else {
+      const uint4* row = reinterpret_cast<const uint4*>(raw + token * 128);
+      expand_block(row[at_step ^ turn], scales[token * 4 * T::STEP + at_step], units);
+    }
+    uint4* row = reinterpret_cast<uint4*>(to + step / 2 * T::half + token * 128);
+#pragma unroll
+    for (int u = 0; u < 4; ++u) row[(step % 2 * 4 + u) ^ turn] = units[u];
+  }
+}
+
+// One warp of kExpanders: every so many stages' activations.
+template <class T>
+__device__ __forceinline__ void expand(const Rows& rows, Tiles<T>& tiles, u8* shared, u32 base,
+                                       int which, int lane) {
+  const Span<T> k(rows.k);
+  Ring<T::STAGES> ring(0);
+  Ring<T::UNITS> unit(1);
   int turn = 0;
   Tile tile;
   while (tiles.take(tile)) {
     for (int chunk = k.first; chunk < k.last; chunk += T::STEP) {
-      if (turn == which) {
-        u8* to = shared + T::b + ring.stage * T::stage_b;
-        bool waited = false;
-#pragma unroll 1
-        for (int i = 0; i < kUnits; i += kTogether) {
-          if (i * 32 / (kSteps * 4) >= tile.tokens) break;
-          uint4 unit[kTogether];
-#pragma unroll
-          for (int j = 0; j < kTogether; ++j) {
-            const int at = (i + j) * 32 + lane, token = at / (kSteps * 4), step = at / 4 % kSteps;
-            unit[j] = make_uint4(0, 0, 0, 0);
-            if (token < tile.tokens && 4 * chunk + step < k.steps)
-              unit[j] = unit_of<T::BF16>(p.x, p.x_scales,
-                                         (tile.first_row + token) * k.steps + 4 * chunk + step, at % 4);
-          }
-          if (!waited) mbarrier_wait(base + T::empty + 8 * ring.stage, ring.parity);
-          waited = true;
-#pragma unroll
-          for (int j = 0; j < kTogether; ++j) {
-            const int at = (i + j) * 32 + lane, token = at / (kSteps * 4), step = at / 4 % kSteps;
-            const int place = (step % 2 * 4 + at % 4) ^ (token % 8);  // TMA's 128-byte swizzle
-            *reinterpret_cast<uint4*>(to + step / 2 * T::half + token * 128 + place * 16) = unit[j];
-          }
-        }
+      const int here = min(k.last - chunk, T::STEP);
+      if (turn == which) mbarrier_wait(base + T::full + 8 * ring.stage, ring.parity);
+      for (int place = 0; place < here; ++place, unit.next()) {
+        if (turn != which) continue;
+        mbarrier_wait(base + T::b_empty + 8 * unit.stage, unit.parity);
+        expand_chunk<T>(shared + T::raw + ring.stage * T::stage_raw,
+                        shared + T::raw_scales + ring.stage * T::stage_scales,
+                        shared + T::b + unit.stage * T::unit, place, tile.tokens, lane);
         fence_async_proxy();
         __syncwarp();
-        if (lane == 0) mbarrier_arrive(base + T::full + 8 * ring.stage);
+        if (lane == 0) mbarrier_arrive(base + T::b_full + 8 * unit.stage);
       }
+      if (turn == which && lane == 0) mbarrier_arrive(base + T::empty + 8 * ring.stage);
       if (++turn == kExpanders) turn = 0;
       ring.next();
     }
@@ -253,8 +322,8 @@ struct Operand {
 };
 
 // One 32 of K: four bytes of codes (row r: 0, 1; row r + 8: 2, 3), and their scales in one half of two
-// pairs. FP16 comes out times 2^-6, BF16 times 2^-8.
-template <bool BF16, bool HIGH>
+// pairs. FP16 comes out times 2^-6 (2^-14 by shifts), BF16 times 2^-8.
+template <bool BF16, bool CONVERT, bool HIGH>
 __device__ __forceinline__ void decode(u32 bytes, u32 scales, u32 scales8, u32 (&a)[4]) {
   u32 raw[4];
   if constexpr (BF16) {  // exponent and mantissa at bits 8..6: times 2^-126
@@ -262,6 +331,11 @@ __device__ __forceinline__ void decode(u32 bytes, u32 scales, u32 scales8, u32 (
     const u32 from[4] = {low << 4, high << 4, low, high};
 #pragma unroll
     for (int i = 0; i < 4; ++i) raw[i] = (from[i] & 0x80008000u) | (from[i] >> 6 & 0x01c001c0u);
+  } else if constexpr (!CONVERT) {  // at bits 11..9: times 2^-14
+    const u32 low = __byte_perm(bytes, 0, 0x1404), high = __byte_perm(bytes, 0, 0x3424);
+    const u32 from[4] = {low << 4, high << 4, low, high};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) raw[i] = (from[i] & 0x80008000u) | (from[i] >> 3 & 0x0e000e00u);
   } else {
     const u32 low = low_codes(bytes), high = high_codes(bytes);
     raw[0] = low_to_halves(low), raw[1] = high_to_halves(low);
@@ -272,17 +346,18 @@ __device__ __forceinline__ void decode(u32 bytes, u32 scales, u32 scales8, u32 (
 }
 
 constexpr float kBrainScale = 0x1p118f;  // what scales are multiplied with before BF16's codes
-template <bool BF16>
-constexpr float kUnscale = BF16 ? 256.0f : 64.0f;
+template <bool BF16, bool CONVERT>
+constexpr float kUnscale = BF16 ? 256.0f : CONVERT ? 64.0f : 16384.0f;
 
 template <class T>
 struct Consumer {
-  Ring<T::STAGES> ring{0}, done{0};
+  Ring<T::STAGES> ring{0};
+  Ring<T::UNITS> unit{0}, done{0};  // of B: read, given back
   int which, warp, lane;
 };
 
 // FP16 (or BF16) of a chunk of 128 of K: four words of codes, and four scales of each of two rows.
-template <bool BF16>
+template <bool BF16, bool CONVERT>
 __device__ __forceinline__ void decode(const u32 (&codes)[4], u32 scales, u32 scales8, u32 (&a)[4][4]) {
   u32 low[2] = {low_to_halves(scales), high_to_halves(scales)};
   u32 high[2] = {low_to_halves(scales8), high_to_halves(scales8)};
@@ -292,8 +367,8 @@ __device__ __forceinline__ void decode(const u32 (&codes)[4], u32 scales, u32 sc
       low[i] = halves_to_brains(low[i], kBrainScale), high[i] = halves_to_brains(high[i], kBrainScale);
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    decode<BF16, false>(codes[2 * i], low[i], high[i], a[2 * i]);
-    decode<BF16, true>(codes[2 * i + 1], low[i], high[i], a[2 * i + 1]);
+    decode<BF16, CONVERT, false>(codes[2 * i], low[i], high[i], a[2 * i]);
+    decode<BF16, CONVERT, true>(codes[2 * i + 1], low[i], high[i], a[2 * i + 1]);
   }
 }
 
@@ -307,7 +382,6 @@ __device__ __forceinline__ void multiply_tile(const Rows& rows, int valid, const
   for (int i = 0; i < WIDTH / 2; ++i) sum[i] = 0.0f;
 
   // `place` is a chunk's within its stage
-  auto wait_for_stage = [&] { mbarrier_wait(base + T::full + 8 * c.ring.stage, c.ring.parity); };
   auto load = [&](Operand& o, int place) {
     const u8* block = own + c.ring.stage * T::stage_a;
     u32 codes[4];
@@ -316,7 +390,7 @@ __device__ __forceinline__ void multiply_tile(const Rows& rows, int valid, const
     *reinterpret_cast<uint4*>(o.meta) = reinterpret_cast<const uint4*>(block + place * 512)[thread / 4];
     block += T::STEP * 512;
     const u32* scales = reinterpret_cast<const u32*>(block + place * 256) + row;
-    decode<T::BF16>(codes, scales[0], scales[8], o.a);
+    decode<T::BF16, T::CONVERT>(codes, scales[0], scales[8], o.a);
   };
   auto load_partly = [&](Operand& o, int place, int here) {  // zeros, in a legal pattern, elsewhere
     const bool mine = c.warp * 16 < valid;
@@ -336,18 +410,30 @@ __device__ __forceinline__ void multiply_tile(const Rows& rows, int valid, const
         scales8 |= at_scales[(row + 8) * here + s] << 8 * s;
       }
     }
-    decode<T::BF16>(codes, scales, scales8, o.a);
+    decode<T::BF16, T::CONVERT>(codes, scales, scales8, o.a);
   };
-  auto multiply = [&](Operand& o, int place) {
-    const u64 b = wgmma_descriptor(base + T::b) + (c.ring.stage * T::stage_b + place * 2 * T::half) / 16;
+  auto read = [&](Operand& o, int place, bool last, int here) {
+    if (place == 0) mbarrier_wait(base + T::full + 8 * c.ring.stage, c.ring.parity);
+    if (here == 0) load(o, place);
+    else load_partly(o, place, here);
+    if (!last) return;
+    __syncwarp();
+    if (c.lane == 0) mbarrier_arrive(base + T::empty + 8 * c.ring.stage);
+    c.ring.next();
+  };
+  auto multiply = [&](Operand& o, int part) {
+    mbarrier_wait(base + T::b_full + 8 * c.unit.stage, c.unit.parity);
+    const u64 b = wgmma_descriptor(base + T::b) + c.unit.stage * (T::unit / 16);
     wgmma_fence();
 #pragma unroll
-    for (int s = 0; s < 4; ++s) {
-      const u64 at = b + s / 2 * (T::half / 16) + s % 2 * 4;
+    for (int i = 0; i < 2 * T::PART; ++i) {
+      const int s = part * 2 * T::PART + i;
+      const u64 at = b + i / 2 * (T::half / 16) + i % 2 * 4;
       if constexpr (T::BF16) WgmmaSparse<WIDTH>::bf16(sum, o.a[s], at, o.meta[s], true);
       else WgmmaSparse<WIDTH>::fp16(sum, o.a[s], at, o.meta[s], true);
     }
     wgmma_commit();
+    c.unit.next();
   };
   auto free_operand = [&](Operand& o) {  // its product has ended
 #pragma unroll
@@ -358,83 +444,39 @@ __device__ __forceinline__ void multiply_tile(const Rows& rows, int valid, const
     }
   };
   auto give_back = [&] {
-    if (c.lane == 0) mbarrier_arrive(base + T::empty + 8 * c.done.stage);
+    if (c.lane == 0) mbarrier_arrive(base + T::b_empty + 8 * c.done.stage);
     c.done.next();
+  };
+  constexpr int kParts = 2 / T::PART;
+  auto alone = [&](Operand& o) {  // nothing else is in flight
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) multiply(o, part);
+    if constexpr (kParts == 2) wgmma_wait<1>(), give_back();
+    wgmma_wait<0>();
+    free_operand(o);
+    give_back();
   };
 
   int chunk = k.first;
   if (valid >= kRows) {  // whole rows: pairs of whole chunks
     const int pairs = (min(k.last, k.steps / 4) - k.first) / 2;
-    int place = 0;  // of a pair in its stage
-    auto next_pair = [&] { place = T::STEP > 2 && place + 2 < T::STEP ? place + 2 : 0; };
-    if constexpr (T::AHEAD) {
-      Operand even, odd;
-      auto first_half = [&] {
-        if (T::STEP <= 2 || place == 0) wait_for_stage();
-        load(even, place);
-        multiply(even, place);
-        if constexpr (T::STEP == 1) c.ring.next();
-      };
-      auto second_half = [&] {
-        if constexpr (T::STEP == 1) wait_for_stage();
-        load(odd, T::STEP == 1 ? 0 : place + 1);
-        multiply(odd, T::STEP == 1 ? 0 : place + 1);
-        wgmma_wait<1>();
-        free_operand(even);
-        if constexpr (T::STEP == 1) give_back();
-        next_pair();
-        if (T::STEP <= 2 || place == 0) c.ring.next();
-      };
-      if (pairs > 0) {
-        first_half();
 #pragma unroll 1
-        for (int pair = 1; pair < pairs; ++pair) {
-          second_half();
-          first_half();
-          wgmma_wait<1>();
-          free_operand(odd);
-          if (T::STEP <= 2 || place == 0) give_back();
-        }
-        second_half();
-        wgmma_wait<0>();
-        free_operand(odd);
-        if (T::STEP <= 2 || place == 0) give_back();
-      }
-    } else {
-#pragma unroll 1
-      for (int pair = 0; pair < pairs; ++pair) {
+    for (int pair = 0; pair < pairs; ++pair) {
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          const bool first = T::STEP == 1 || (i == 0 && (T::STEP == 2 || place == 0));
-          if (first) wait_for_stage();
-          Operand o;
-          load(o, T::STEP == 1 ? 0 : place + i);
-          multiply(o, T::STEP == 1 ? 0 : place + i);
-          if (i == 1) next_pair();
-          const bool last = T::STEP == 1 || (i == 1 && (T::STEP == 2 || place == 0));
-          if (last) c.ring.next();
-          wgmma_wait<0>();
-          free_operand(o);
-          if (last) give_back();
-        }
+      for (int i = 0; i < 2; ++i) {
+        Operand o;
+        read(o, T::STEP == 1 ? 0 : i, T::STEP == 1 || i == 1, 0);
+        alone(o);
       }
     }
     chunk += 2 * pairs;
-    if (place != 0 && chunk == k.last) give_back(), c.ring.next();  // K ends within a stage
   }
 #pragma unroll 1
   for (; chunk < k.last; ++chunk) {
     const int place = T::STEP == 1 ? 0 : chunk % T::STEP;
-    if (place == 0) wait_for_stage();
     Operand o;
-    load_partly(o, place, min(k.steps - 4 * chunk, 4));
-    multiply(o, place);
-    wgmma_wait<0>();
-    free_operand(o);
-    if (place == T::STEP - 1 || chunk == k.last - 1) {
-      give_back();
-      c.ring.next();
-    }
+    read(o, place, place == T::STEP - 1 || chunk == k.last - 1, min(k.steps - 4 * chunk, 4));
+    alone(o);
   }
   wgmma_hold(sum);
 }
@@ -478,7 +520,7 @@ __device__ __forceinline__ bool store(const Problem& p, const Tile& tile, const 
   const int first_feature = first_feature_of<T>(tile, c);
   if (first_feature >= p.features) return false;
   u32 spoilt = 0;  // +-0, or NaN
-  const float alpha = __fmul_rn(p.alphas[tile.expert], kUnscale<T::BF16>);
+  const float alpha = __fmul_rn(p.alphas[tile.expert], kUnscale<T::BF16, T::CONVERT>);
   const int quad = c.lane % 4, odd_lane = quad & 1;
   const int feature = first_feature + (odd_lane ? 8 + 2 * (quad - 1) : 2 * quad);
   BFloat16* to = p.out + (tile.first_row + c.lane / 4) * p.features + feature;
@@ -593,7 +635,7 @@ __device__ __forceinline__ void consume(const Problem& p, const Rows& rows, Tile
 // ---- The kernel ----
 
 template <class T>
-__device__ __forceinline__ void run(const TensorMap* few_rows, const TensorMap* many_rows,
+__device__ __forceinline__ void run(const TensorMap* few_rows, const TensorMap* all_rows,
                                     const Problem& p, const Rows& rows) {
   extern __shared__ u8 raw[];
   const u32 raw_address = smem_address(raw), base = (raw_address + 1023) & ~1023u;
@@ -602,9 +644,14 @@ __device__ __forceinline__ void run(const TensorMap* few_rows, const TensorMap* 
   Tiles<T> tiles(shared, p, rows);
 
   if (threadIdx.x == 0) {
+    prefetch_tensor_map(few_rows), prefetch_tensor_map(all_rows);
     for (int i = 0; i < T::STAGES; ++i) {
-      mbarrier_init(base + T::full + 8 * i, T::EXPAND ? 2 : 1);
-      mbarrier_init(base + T::empty + 8 * i, 4 * T::CONSUMERS);
+      mbarrier_init(base + T::full + 8 * i, T::stage_scales > 0 ? 33 : 1);
+      mbarrier_init(base + T::empty + 8 * i, 4 * T::CONSUMERS + T::INSIDE);
+    }
+    for (int i = 0; i < T::UNITS; ++i) {
+      mbarrier_init(base + T::b_full + 8 * i, 1);
+      mbarrier_init(base + T::b_empty + 8 * i, 4 * T::CONSUMERS);
     }
     fence_mbarrier_init();
   }
@@ -617,11 +664,11 @@ __device__ __forceinline__ void run(const TensorMap* few_rows, const TensorMap* 
   if (warp < 4) {
     if constexpr (T::exchange) give_registers<T::given>();
     if (warp == 0) {
-      produce<T>(few_rows, many_rows, p, rows, tiles, base, lane);
-    } else if (T::EXPAND) {
-      expand<T>(p, rows, tiles, shared, base, warp - 1, lane);
-    } else if (T::SPLIT > 1) {
-      for (Tile tile; tiles.take(tile);) cluster_sync(), cluster_sync();
+      produce<T>(few_rows, all_rows, p, rows, tiles, shared, base, lane);
+    } else if constexpr (T::INSIDE) {
+      expand<T>(rows, tiles, shared, base, warp - 1, lane);
+    } else if (warp == 1) {
+      produce_operand<T>(few_rows, all_rows, rows, tiles, base, lane);
     }
   } else {
     if constexpr (T::exchange) take_registers<T::taken>();
@@ -631,20 +678,11 @@ __device__ __forceinline__ void run(const TensorMap* few_rows, const TensorMap* 
   }
 }
 
-// Few tokens: activations as they are.
-template <bool BF16, int CONSUMERS, int TOKENS, int STEP, int STAGES, bool AHEAD, int CTAS, int SPLIT>
+// The maps have boxes of T::few and of TOKENS rows: INSIDE of activations as they were given, else of
+// those that were expanded.
+template <bool BF16, bool INSIDE, int CONSUMERS, int TOKENS, int STEP, int STAGES, int CTAS, int SPLIT>
 __global__ void __launch_bounds__(128 + 128 * CONSUMERS, CTAS)
-    nvfp4_group_few(const __grid_constant__ Problem p, const __grid_constant__ Rows rows) {
-  run<Traits<BF16, true, CONSUMERS, TOKENS, STEP, STAGES, AHEAD, CTAS, SPLIT>>(nullptr, nullptr, p, rows);
-}
-
-// Many: expanded before.
-template <bool BF16, int CONSUMERS, int TOKENS, int STEP, int STAGES, bool AHEAD, int CTAS, int SPLIT>
-__global__ void __launch_bounds__(128 + 128 * CONSUMERS, CTAS)
-    nvfp4_group_many(const __grid_constant__ TensorMap few_rows,   // boxes of 8 activation rows
-                     const __grid_constant__ TensorMap many_rows,  // of 64
-                     const __grid_constant__ Problem p, const __grid_constant__ Rows rows) {
-  if (threadIdx.x == 0) prefetch_tensor_map(&few_rows), prefetch_tensor_map(&many_rows);
-  run<Traits<BF16, false, CONSUMERS, TOKENS, STEP, STAGES, AHEAD, CTAS, SPLIT>>(&few_rows, &many_rows, p,
-                                                                               rows);
+    nvfp4_group(const __grid_constant__ TensorMap few_rows, const __grid_constant__ TensorMap all_rows,
+                const __grid_constant__ Problem p, const __grid_constant__ Rows rows) {
+  run<Traits<BF16, INSIDE, CONSUMERS, TOKENS, STEP, STAGES, CTAS, SPLIT>>(&few_rows, &all_rows, p, rows);
 }

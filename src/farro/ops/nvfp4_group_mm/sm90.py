@@ -6,6 +6,7 @@ sm90.cu is the product, sm90_expand.cu the activations' way to 16 bits where til
 from __future__ import annotations
 
 import ctypes
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -24,12 +25,14 @@ SHARED_LIMIT = 232448  # bytes a CTA may use on SM90
 _SHARED_OF_SM = 233472  # of which each CTA costs 1 KiB more than it uses
 _ALIGNMENT = 1024  # of shared memory, for the 128-byte swizzle
 _TILE = 2816  # bytes of 64 rows x 128 of K, as in sm90.cu
-_FEW, _MANY = (8, 16, 32), (64, 128, 256)  # tokens of a tile: expanded within, or before
+_FEW, _MANY = (8, 16, 32), (64, 128, 256)  # tokens of a tile
+# Tiles whose activations may be expanded in the product, and by a launch before it
+_EXPAND = {True: (8, 16, 32, 64), False: (64, 128, 256)}
 _CONSUMERS = {8: 6, 16: 6, 32: 5, 64: 4, 128: 3, 256: 2}  # the most that have registers for them
 _SPLITS = (1, 2, 4)
 _MOST_STAGES = 12
 _LONGEST = 2**31 - 2**10  # a row's index plus a tile stays an int
-_SOURCE, _EXPAND = "ops/nvfp4_group_mm/sm90.cu", "ops/nvfp4_group_mm/sm90_expand.cu"
+_SOURCE, _EXPANSION = "ops/nvfp4_group_mm/sm90.cu", "ops/nvfp4_group_mm/sm90_expand.cu"
 
 
 @dataclass(frozen=True)
@@ -40,14 +43,21 @@ class Config:
     tokens: int
     step: int
     stages: int
-    ahead: bool = True  # decode 128 of K while those before are multiplied
+    inside: bool  # activations become 16-bit operands in the product, not by a launch before it
     ctas: int = 1  # a multiprocessor
     split: int = 1  # CTAs that share K
     raster: int = 8  # token tiles that are visited together
 
     @property
-    def expands(self) -> bool:
-        return self.tokens in _FEW
+    def few(self) -> int:
+        """Rows of the smaller of two boxes of activations."""
+        return max(self.tokens // 4, 8) if self.tokens > 32 else 8
+
+    @property
+    def units(self) -> tuple[int, int]:
+        """Units of the operand's ring, and halves of 128 of K in each."""
+        count = {64: 6 if self.ctas == 1 else 4, 256: 6}.get(self.tokens, 8)
+        return count, 1 if self.tokens >= 128 else 2
 
     @property
     def rows(self) -> int:
@@ -67,72 +77,77 @@ class Config:
         return asdict(self)
 
 
-def shared_bytes(config: Config, experts: int) -> int:
-    """What the kernel's Traits add up to, with room to align."""
+def shared_bytes(config: Config, experts: int, bf16: bool = True) -> int:
+    """What the kernel's Traits add up to, with room to align; BF16 takes more than codes."""
     c = config
-    stage = c.step * (c.consumers * _TILE + c.tokens * 256) + 16
+    units, part = c.units
+    stage = c.step * c.consumers * _TILE + 16
+    if c.inside:
+        stage += 4 * c.tokens * 128 if bf16 else c.tokens * (128 + 4 * c.step)
     sums = c.rows * c.tokens * 4 if c.split > 1 else 0
-    return c.stages * stage + sums + 4 * (3 * experts + 1) + _ALIGNMENT
+    operand = units * (part * c.tokens * 128 + 16)
+    return c.stages * stage + operand + sums + 4 * (3 * experts + 1) + _ALIGNMENT
 
 
 def registers(config: Config) -> int:
     """Of a thread that multiplies, as the kernel's Traits have them."""
     c = config
     launched = min(65536 // (128 * (c.consumers + 1) * c.ctas) // 8 * 8, 240)
-    if c.expands:
+    if c.tokens < 64:
         return launched
-    given = 32 if c.ctas > 1 or c.consumers > 2 else 40
+    given = 64 if c.inside else 32 if c.ctas > 1 or c.consumers > 2 else 40
     return min((launched * (c.consumers + 1) - given) // c.consumers // 8 * 8, 240)
 
 
 def _needed(config: Config) -> int:
-    """Registers that sums, one or two operands and addresses take; with fewer ptxas serializes."""
-    if config.expands:
-        return config.tokens // 2 + (72 if config.ahead else 64)
-    return config.tokens // 2 + (80 if config.ahead else 60)
+    """Registers that sums, an operand and addresses take; with fewer ptxas serializes."""
+    return config.tokens // 2 + (64 if config.tokens < 64 else 60)
 
 
-def refuses(config: Config, experts: int = 1) -> str | None:
+def refuses(config: Config, experts: int = 1, bf16: bool = True) -> str | None:
     """Why the kernels do not have this configuration, or None."""
     c = config
     sizes = (c.consumers, c.tokens, c.step, c.stages, c.ctas, c.split, c.raster)
-    if any(type(size) is not int or size < 1 for size in sizes) or type(c.ahead) is not bool:
+    if any(type(size) is not int or size < 1 for size in sizes):
         return "sizes are positive ints"
-    if c.consumers > _CONSUMERS.get(c.tokens, 0) or c.step not in (1, 2, 4) or c.raster > 64:
+    if type(c.inside) is not bool:
+        return "inside is a bool"
+    if c.consumers > _CONSUMERS.get(c.tokens, 0) or c.raster > 64:
         return "no such tile"
+    steps = (1,) if c.tokens > 64 else (2,) if c.inside else (1, 2)
+    if c.tokens not in _EXPAND[c.inside] or c.step not in steps:
+        return "activations of no such tile are expanded there"
     if not 3 <= c.stages <= 16 or c.split not in _SPLITS or c.ctas > 2:
         return "no such ring, split of K or number of CTAs"
-    if c.split > 1 and not (c.expands and c.ctas == 1 and c.consumers <= 4):
+    if c.split > 1 and not (c.inside and c.tokens <= 32 and c.ctas == 1 and c.consumers <= 4):
         return "K is split for few tokens, by CTAs with a multiprocessor and registers enough"
     if registers(c) < _needed(c):
         return f"{registers(c)} registers a thread, of {_needed(c)}"
-    need = shared_bytes(c, experts)
+    need = shared_bytes(c, experts, bf16)
     if need > min(SHARED_LIMIT, _SHARED_OF_SM // c.ctas - 1024):
         return f"{need} bytes of shared memory for each of {c.ctas} CTAs"
     return None
 
 
-def deepest(config: Config, experts: int) -> Config | None:
+def deepest(config: Config, experts: int, bf16: bool = True) -> Config | None:
     """With as many stages as there is room for."""
     for stages in range(_MOST_STAGES, 2, -1):
         deep = replace(config, stages=stages)
-        if refuses(deep, experts) is None:
+        if refuses(deep, experts, bf16) is None:
             return deep
     return None
 
 
-def configs(experts: int) -> Iterator[Config]:
+def configs(experts: int, bf16: bool = True) -> Iterator[Config]:
     """Every tile with the deepest ring; tactics, tuner and tests choose among them."""
-    for tokens, most in _CONSUMERS.items():
-        for consumers in range(1, most + 1):
-            for step in (2, 1, 4) if tokens in _FEW else (1, 2):
-                for ahead in (True, False):
-                    for ctas in (1, 2):
-                        for split in _SPLITS:
-                            c = Config(consumers, tokens, step, 3, ahead, ctas, split)
-                            deep = deepest(c, experts)
-                            if deep is not None:
-                                yield deep
+    for inside, widths in _EXPAND.items():
+        for tokens in widths:
+            for consumers in range(1, _CONSUMERS[tokens] + 1):
+                for step, ctas, split in itertools.product((2, 1), (1, 2), _SPLITS):
+                    c = Config(consumers, tokens, step, 3, inside, ctas, split)
+                    deep = deepest(c, experts, bf16)
+                    if deep is not None:
+                        yield deep
 
 
 def _tokens_of(problem: Problem) -> int:
@@ -158,28 +173,25 @@ def heuristic(problem: Problem) -> Config:
     if not tactic.tokens:
         while width in _FEW and consumers > 1 and tiles(consumers) * 4 < processors * 3:
             consumers //= 2
-        if width == 128:
-            consumers = 2
         while width in _FEW and split < 4 and tiles(consumers) * split * 2 <= processors:
             if quarter * 4 < 512 * split * 2:
                 break
             split *= 2
-    ahead = width != 64 or problem["sfb"] is not None  # BF16's scales take more registers
-    for step in (2, 1) if width in _FEW else (1,):
-        config = deepest(Config(consumers, width, step, 3, ahead, split=split), experts)
-        if config is not None:
-            return config
-    # the tables of thousands of experts leave room for half as many tokens
-    config = deepest(Config(consumers, width // 2, 1, 3, ahead, split=split), experts)
-    assert config is not None, f"no room for the tables of {experts} experts"
-    return config
+    bf16 = problem["sfb"] is None
+    for tokens in (width, max(width // 2, 8)):  # the tables of thousands of experts take room
+        inside, most = tokens in _FEW, min(consumers, _CONSUMERS[tokens])
+        for step in (2, 1):
+            deep = deepest(Config(most, tokens, step, 3, inside, split=split), experts, bf16)
+            if deep is not None:
+                return deep
+    raise AssertionError(f"no room for the tables of {experts} experts")
 
 
 def config(problem: Problem) -> Config:
     """The tuned table's configuration for the nearest problem, else the heuristic's."""
     experts, m, quarter = problem.spec("a_comp").shape
     tactic = tactic_of(problem)
-    legal = takes(Config, lambda c: refuses(c, experts))
+    legal = takes(Config, lambda c: refuses(c, experts, problem["sfb"] is None))
 
     if tactic.tokens:
         return heuristic(problem)
@@ -203,7 +215,7 @@ def candidates(problem: Problem) -> list[Config]:
     def plausible(c: Config) -> bool:
         return c.tokens >= min(tokens, 128) and (c.tokens <= 2 * tokens or c.tokens == 8)
 
-    return [c for c in configs(experts) if plausible(c)]
+    return [c for c in configs(experts, problem["sfb"] is None) if plausible(c)]
 
 
 def why_not(problem: Problem) -> str | None:
@@ -253,21 +265,21 @@ class _Problem(ctypes.Structure):
             (name, ctypes.c_void_p)
             for name in ("codes", "meta", "scales", "alphas", "x", "x_scales", "out")
         ),
-        *((name, ctypes.c_int) for name in ("features", "raster", "contiguous", "out_vector")),
+        *((name, ctypes.c_int) for name in ("features", "raster", "contiguous")),
+        *((name, ctypes.c_int) for name in ("out_vector", "scale_vector")),
     )
 
 
 def kernel_name(config: Config, bf16: bool) -> tuple[str, str]:
     """Source file and name expression."""
     c = config
-    name = "nvfp4_group_few" if c.expands else "nvfp4_group_many"
-    flags = str(bf16).lower(), str(c.ahead).lower()
-    sizes = f"{c.consumers}, {c.tokens}, {c.step}, {c.stages}, {flags[1]}, {c.ctas}, {c.split}"
-    return _SOURCE, f"{name}<{flags[0]}, {sizes}>"
+    flags = ", ".join(str(flag).lower() for flag in (bf16, c.inside))
+    sizes = f"{c.consumers}, {c.tokens}, {c.step}, {c.stages}, {c.ctas}, {c.split}"
+    return _SOURCE, f"nvfp4_group<{flags}, {sizes}>"
 
 
 def expand_name(bf16: bool) -> tuple[str, str]:
-    return _EXPAND, f"nvfp4_expand<{str(bf16).lower()}>"
+    return _EXPANSION, f"nvfp4_expand<{str(bf16).lower()}>"
 
 
 def rows_of(out: torch.Tensor, counts: torch.Tensor, experts: int, k: int) -> _Rows:
@@ -297,20 +309,21 @@ def group_launch(
     rows: _Rows,
     expanded: torch.Tensor | None = None,
 ) -> Launch:
-    """The product of activations as they are; they must be `expanded` where the tile is wide."""
+    """The product; `expanded` holds what expand_launch made of x, unless that is done inside."""
     c, device, features, k = config, out.get_device(), out.shape[-1], rows.k
-    size = shared_bytes(c, rows.experts)
+    size = shared_bytes(c, rows.experts, sfb is None)
     function = kernel_function(*kernel_name(c, sfb is None), "sm_90a", device, size)
-    maps: tuple[Any, ...] = ()
-    if not c.expands:
-        assert expanded is not None
-        count, at = expanded.numel() // k, expanded.data_ptr()
-        maps = tuple(tensor_map.encode(at, count, 2 * k, 2 * k, box, 128) for box in (8, 64))
+    source = x if c.inside else expanded
+    assert source is not None
+    pitch = source.shape[-1] * source.element_size()
+    count, at = source.numel() * source.element_size() // pitch, source.data_ptr()
+    maps = [tensor_map.encode(at, count, pitch, pitch, box, 128) for box in (c.few, c.tokens)]
+    words = sfb is not None and k % 128 == 0 and sfb.data_ptr() % 4 == 0
     problem = _Problem(
         *(t.data_ptr() for t in (*parts, alphas, x)),
         0 if sfb is None else sfb.data_ptr(),
         out.data_ptr(),
-        *(features, c.raster, int(c.expands), int(out.data_ptr() % 8 == 0)),
+        *(features, c.raster, int(c.tokens in _FEW), int(out.data_ptr() % 8 == 0), int(words)),
     )
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     grid = processors * c.ctas // c.split * c.split
@@ -355,14 +368,15 @@ class _Bound:
             reference.run(None, out, *operands)
             return
         expanded: torch.Tensor | None = None
-        if not self.config.expands:
+        if not self.config.inside:
             kind = torch.bfloat16 if sfb is None else torch.float16
             expanded = torch.empty((*b_act.shape[:-1], k), dtype=kind, device=b_act.device)
         parts = (a_comp, e_meta, sfa)
+        rows = rows_of(out, counts, experts, k)
 
         def prepare() -> Any:
-            rows = rows_of(out, counts, experts, k)
-            product = group_launch(self.config, out, parts, b_act, sfb, alphas, rows, expanded)
+            given = (parts, b_act, sfb, alphas, rows, expanded)
+            product = group_launch(self.config, out, *given)
             if expanded is None:
                 return product
             return _Both(expand_launch(b_act, sfb, expanded, rows), product)
