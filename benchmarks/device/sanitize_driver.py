@@ -57,6 +57,8 @@ FP8 = (  # with their sums: promoted, fast or scaled
     (Fp8Config("small", 8, 64, 4, 8), (False, True, None)),
     (Fp8Config("small", 32, 64, 4), (False, None)),
     (Fp8Config("small", 64, 64, 3, 2), (True, None)),
+    (Fp8Config("small", 32, 64, 4, multicast=2), (None,)),
+    (Fp8Config("small", 64, 64, 3, ahead=False), (None,)),
 )
 SWIGLU = (
     fp8_swiglu.Config("large", 64, 3),

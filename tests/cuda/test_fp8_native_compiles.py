@@ -12,7 +12,7 @@ from farro.cuda.fp8 import configs, gemm
 from farro.cuda.fp8.configs import BIAS, GELU, RESIDUAL, Config
 from farro.ops.fp8_swiglu_quantize import sm90 as swiglu
 
-from ..ops.fp8_sm90_forced import EPILOGUES, KINDS, shapes
+from ..ops.fp8_sm90_forced import EPILOGUES, KINDS, but_its_ring, shapes
 from .sass import check_products, compiled, disassembled, flushes, some_held
 
 LARGE_REGISTERS = 168  # at launch: setmaxnreg moves registers only if all 168 * 384 are taken
@@ -28,7 +28,9 @@ def check(config, kind, tmp_path, n=32):
     kernel = compiled(*gemm.kernel_name(config, kind, n))
     lines = disassembled(kernel.cubin, tmp_path)
     large = config.policy == "large"
-    columns, waves = (config.columns, config.rows // 128) if large else (config.rows, 1)
+    columns, waves = config.rows, 1
+    if large:
+        columns, waves = config.columns, config.rows // 128
     unit = 2 if large and not kind.scaled and not kind.fast else 1  # blocks between promotions
     check_products(kernel, lines, f"QGMMA.64x{columns}x32.F32.E4M3.E4M3", 4 * unit * waves, what)
     registers, stack = kernel.registers, kernel.stack
@@ -38,7 +40,7 @@ def check(config, kind, tmp_path, n=32):
     else:  # as the choice of tiles that are resident together counts them
         most = configs.small_registers(config, kind)
         assert registers <= most and stack == 0, f"{what}: {registers} registers, {stack}"
-    if kind.fast or not large:
+    if kind.fast or not (large or not config.ahead):
         assert some_held(lines), f"{what}: nothing multiplies while sums are added"
     boxes = [sum(f"UTMALDG.{d}" in line for line in lines) for d in ("2D", "5D")]
     assert boxes == ([1, 1] if large else [2, 0]), f"{what}: {boxes}"
@@ -48,7 +50,7 @@ def check(config, kind, tmp_path, n=32):
     assert (stores > 0) == config.staged, f"{what}: {stores} stores by TMA"
     assert not flushes(lines), what
     across = any("UCGABAR_ARV" in line for line in lines)
-    assert across == (config.cluster > 1), what
+    assert across == (config.ctas > 1), what
 
 
 def check_swiglu(config, tmp_path):
@@ -95,8 +97,10 @@ SPREAD = [
     ("fast", Config("large", 128, 256, 3, staged=True), 0),
     ("fast", Config("large", 128, 128, 7), BIAS),
     ("fast", Config("small", 32, 64, 8), BIAS | RESIDUAL),
+    ("scaled", Config("small", 64, 64, 3, ahead=False), 0),
+    ("scaled", Config("small", 32, 64, 8, multicast=2), 0),
 ]
-QUICK = (1, 2, 5, 8, 13, 18, 20)
+QUICK = (1, 2, 5, 8, 13, 18, 20, 21, 22)
 
 
 @pytest.mark.parametrize(
@@ -131,12 +135,13 @@ def test_every_tile_and_epilogue(name, policy, tmp_path):
 
 def test_the_shapes_are_all_there_are():
     counts = {name: len(shapes(kind)) for name, kind in KINDS.items()}
-    assert counts == {"scaled": 13 + 20, "promoted": 13 + 20, "fast": 14 + 2 + 20}
+    assert counts == {"scaled": 13 + 24, "promoted": 13 + 20, "fast": 14 + 2 + 20}
     every = [c for kind in KINDS.values() for c in shapes(kind)]
     checked = [c for _, c, _ in SPREAD]
     assert {c.tile for c in checked} == {c.tile for c in every}
     assert {c.cluster for c in checked} == {c.cluster for c in every}
-    assert {c.staged for c in checked} == {c.staged for c in every}
+    for name in ("staged", "ahead", "multicast"):
+        assert {getattr(c, name) for c in checked} == {getattr(c, name) for c in every}
     for kind in KINDS.values():  # every legal tile is among them
-        tiles = {(c.policy, c.tile, c.cluster, c.staged) for c in configs.configs(kind, 1)}
-        assert tiles == {(c.policy, c.tile, c.cluster, c.staged) for c in shapes(kind)}
+        tiles = {but_its_ring(c) for c in configs.configs(kind, 1)}
+        assert tiles == {but_its_ring(c) for c in shapes(kind)}

@@ -37,24 +37,24 @@ def shapes(kind: Kind) -> list[Config]:
     """Of each kernel the configuration with the shallowest ring."""
     found: dict[Any, Config] = {}
     for c in configs.configs(kind, 1):
-        found.setdefault(_but_its_ring(c), replace(c, raster=4))
+        found.setdefault(but_its_ring(c), replace(c, raster=4))
     return list(found.values())
 
 
-def _but_its_ring(c: Config) -> tuple[Any, ...]:
-    return c.policy, c.tile, c.cluster, c.staged
+def but_its_ring(c: Config) -> tuple[Any, ...]:
+    return c.policy, c.tile, c.cluster, c.staged, c.ahead, c.multicast
 
 
 def depths(kind: Kind) -> list[Config]:
     """Every ring of some()."""
-    wanted = [_but_its_ring(c) for c in some(kind)]
+    wanted = [but_its_ring(c) for c in some(kind)]
     legal = (c for c in configs.configs(kind, 1) if c.raster == 8)
-    return [c for c in legal if _but_its_ring(c) in wanted]
+    return [c for c in legal if but_its_ring(c) in wanted]
 
 
 def some(kind: Kind) -> list[Config]:
     """A few that differ in all that a kernel branches on."""
-    return [
+    found = [
         Config("large", 256, 96, 3, raster=4),
         Config("large", 128, 256 if kind.fast else 144, 3, raster=4),
         Config("large", 128, 192, 4, raster=4, staged=kind.fast),
@@ -65,6 +65,12 @@ def some(kind: Kind) -> list[Config]:
         Config("small", 16, 64, 6),
         Config("small", 64, 64, 4, 4),
     ]
+    if kind.scaled:
+        found += [
+            Config("small", 32, 64, 6, multicast=2),
+            Config("small", 64, 64, 3, ahead=False),
+        ]
+    return found
 
 
 @dataclass

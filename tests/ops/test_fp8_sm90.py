@@ -21,6 +21,8 @@ from farro.formats.fp8 import E4M3, blocks
 from farro.ops.fp8_blockwise_linear import sm90 as blockwise
 from farro.problem import Problem, TensorSpec
 
+from .fp8_sm90_forced import but_its_ring
+
 H200 = "nvidia_h200"
 KINDS = {"scaled": Kind(True), "promoted": Kind(False), "fast": Kind(False, True)}
 SIZES = (16, 32, 64, 80, 128, 144, 1008, 4096, 7168, 16384, 24576, 65536)
@@ -58,8 +60,8 @@ def check_choice(chosen, kind, m, n):
     x, y, z = gemm._grid(chosen, m, n, 132)
     assert 1 <= x < 2**31 and 1 <= y <= 65535 and z == 1
     if chosen.policy == "small":
-        assert x % chosen.cluster == 0 and x // chosen.cluster * chosen.columns >= n
-        assert y * chosen.rows >= m
+        assert x % chosen.ctas == 0 and x // chosen.ctas * chosen.columns >= n
+        assert y * chosen.rows * chosen.multicast >= m
     else:
         assert x <= 132
 
@@ -83,10 +85,16 @@ def test_the_heuristic_for_few_rows():
             for n, k in ((16, 16), (64, 4096), (512, 2048), (4096, 4096), (24576, 16384)):
                 chosen = configs.heuristic(kind, m, n, k)
                 check_choice(chosen, kind, m, n)
-                assert chosen.policy == "small" and chosen.rows == max(8, 2 ** (m - 1).bit_length())
+                tokens = chosen.rows * chosen.multicast
+                assert chosen.policy == "small" and tokens == max(8, 2 ** (m - 1).bit_length())
                 assert chosen.cluster == 1 or blocks(k) >= 2 * chosen.cluster
         assert configs.heuristic(kind, 1, 64, 16384).cluster == 8
         assert configs.heuristic(kind, 1, 24576, 16384).cluster == 1
+        # what products by blocks gained from, and others did not
+        together, shared = (configs.heuristic(kind, 64, n, 4096) for n in (24576, 4096))
+        assert together.ahead != kind.scaled and shared.multicast == (2 if kind.scaled else 1)
+        assert together.ahead or configs._in_one_round(together, kind, 64, 24576, 132)
+        assert configs.heuristic(kind, 64, 65536, 4096).ahead  # two rounds, either way
 
 
 def test_the_heuristic_for_many_rows():
@@ -107,9 +115,15 @@ def test_what_the_tuner_times(m, n, k, kind):
     legal = list(configs.configs(kind, m))
     wanted = configs.candidates(kind, m, n, k)
     assert len(set(legal)) == len(legal) > 30
-    assert set(wanted) <= set(legal) and 3 <= len(set(wanted)) == len(wanted) <= 60
+    assert set(wanted) <= set(legal) and 3 <= len(set(wanted)) == len(wanted) <= 64
     assert all(Config(**c.as_dict()) == c for c in legal)
     assert all(configs.refuses(c, kind, m) is None for c in legal)
+    for c in wanted:
+        assert c.multicast == 1 or m > c.rows, "a CTA without a token"
+        assert (m > 64) >= (c.policy == "large") and (m <= 256) >= (c.policy == "small")
+    if m <= 64:  # nothing is cut off: every ring of the tile that holds the rows
+        held = [c for c in legal if c.tile == wanted[-1].tile and c.cluster == 1 and c.ahead]
+        assert {c for c in held if c.multicast == 1} <= set(wanted)
     if m > 256:  # the heuristic's is among them, results stored and, where it can, staged
         tile = configs.heuristic(kind, m, n, k).tile
         of_tile = {c.staged for c in wanted if c.tile == tile}
@@ -120,7 +134,7 @@ def test_names_tell_configurations_apart():
     tiles, names = set(), set()
     for kind in KINDS.values():
         for c in configs.configs(kind, 1):
-            tiles.add((c.policy, c.tile, c.cluster, c.staged))
+            tiles.add(but_its_ring(c))
             names.add(c.name)
     assert len(names) == len(tiles)
     plain = Kind(False, True, BIAS)
@@ -131,7 +145,7 @@ def test_names_tell_configurations_apart():
     staged = gemm.kernel_name(Config("large", 128, 192, 4, staged=True), KINDS["fast"], 64)[1]
     assert staged == "fp8_large<0, false, true, 192, 1, 4, 32, true>"
     small = gemm.kernel_name(Config("small", 16, 64, 8, 4), Kind(True, False, BIAS | GELU))
-    assert small == ("cuda/fp8/small.cu", "fp8_small<5, true, false, 16, 8, 4>")
+    assert small == ("cuda/fp8/small.cu", "fp8_small<5, true, false, 16, 8, 4, true, 1>")
 
 
 def test_rows_that_do_not_fit_the_grid():
@@ -145,7 +159,9 @@ def test_rows_that_do_not_fit_the_grid():
 
 def test_illegal_configurations():
     large, small = Config("large", 256, 128, 4), Config("small", 16, 64, 8, 2)
+    forms = [Config("small", 64, 64, 4, **form) for form in ({"ahead": False}, {"multicast": 2})]
     for kind in KINDS.values():
+        assert all((configs.refuses(c, kind) is None) == kind.scaled for c in forms)
         assert configs.refuses(large, kind) is None and configs.refuses(small, kind) is None
         for base, change in (
             *((large, c) for c in ({"rows": 192}, {"columns": 104}, {"columns": 256})),
@@ -157,7 +173,15 @@ def test_illegal_configurations():
             (large, {"staged": True, "stages": 3}),
             *((small, c) for c in ({"rows": 24}, {"columns": 128}, {"stages": 2}, {"rows": 256})),
             *((small, c) for c in ({"cluster": 3}, {"cluster": 16}, {"cluster": 0})),
-            *((small, c) for c in ({"stages": 99}, {"cluster": True})),
+            *((small, c) for c in ({"stages": 99}, {"cluster": True}, {"ahead": False})),
+            *((small, c) for c in ({"multicast": 2}, {"ahead": 1}, {"multicast": True})),
+            *((large, c) for c in ({"multicast": 2}, {"ahead": False})),
+            *(
+                (form, c)
+                for form in forms
+                for c in ({"multicast": 4}, {"cluster": 2}, {"rows": 16})
+            ),
+            (forms[0], {"multicast": 2}),
         ):
             changed = dataclasses.replace(base, **change)
             assert isinstance(configs.refuses(changed, kind), str), (kind, change)
@@ -292,6 +316,7 @@ def test_the_tuned_table_is_asked_first(table):
         {**named, "config": {**best.as_dict(), "stages": "4"}},
         {**named, "config": {**best.as_dict(), "raster": None}},
         {**named, "config": {**best.as_dict(), "lag": False}},
+        {**named, "config": {**best.as_dict(), "warpgroups": 1}},
         {**named, "config": {**best.as_dict(), "staged": "no"}},
         {**named, "m": 5, "config": {**other.as_dict(), "cluster": 16}},
         {**named, "m": 5, "config": {"policy": "small", "rows": 8, "ahead": True}},

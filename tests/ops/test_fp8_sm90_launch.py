@@ -140,6 +140,18 @@ def test_parameters_and_maps(driver):
         assert launch.function[:2] == gemm.kernel_name(config, PROMOTED, columns)
 
 
+def test_weights_for_two_tiles_of_tokens(driver):
+    """Each CTA of the cluster brings half of the 64 rows; the last tile of tokens may have none."""
+    for m, clusters in ((32, 1), (33, 1), (64, 1), (65, 2)):
+        config = Config("small", 32, 64, 8, multicast=2)
+        out = matrix(m, 208, dtype=BF16)
+        launch, x, weight = prepared(config, SCALED, m, 208, 256, out)
+        weights, tokens, _ = launch.parameters
+        assert weights == (weight.data_ptr(), 208, 256, 256, 32, 128)
+        assert tokens == (x.data_ptr(), m, 256, 256, 32, 128)
+        assert (launch.grid, launch.cluster, launch.threads) == ((4 * 2, clusters, 1), 2, 192)
+
+
 def test_where_results_are_staged_for(driver):
     """A descriptor of the output where whole rows can be stored so, any other where not."""
     m, n, k = 300, 208, 256

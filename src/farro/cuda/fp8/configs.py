@@ -27,8 +27,10 @@ _STAGED = (192, 256)  # columns of tiles of 128 rows whose results may leave by 
 _MOST_STAGES = 8  # of kernels for many rows; deeper rings never won
 _SMALL = (8, 16, 32, 64, 128)  # tokens of a tile, beside 64 weight rows
 _CLUSTERS = (1, 2, 4, 8)
+_LONG = (32, 64)  # tokens of tiles that need not be ahead, or may share weights
+_FORMS = ((True, 1), (False, 1), (True, 2))  # ahead, multicast
 BIAS, RESIDUAL, GELU = 1, 2, 4  # bits of the epilogue
-_MOST = 60  # configurations of a problem that are timed
+_MOST_IN_CLUSTERS = 300  # CTAs, where multiprocessors have tiles enough a cluster never won
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,8 @@ class Config:
     cluster: int = 1  # small: CTAs that share K
     raster: int = 8  # large: row tiles visited together
     staged: bool = False  # large: results leave by TMA, while the next tile's products run
+    ahead: bool = True  # small: a block multiplies while the one before is promoted
+    multicast: int = 1  # small: CTAs with other tokens that share the loads of weights
 
     @property
     def tile(self) -> tuple[int, int]:
@@ -50,12 +54,18 @@ class Config:
     @property
     def name(self) -> str:
         split = f", K in {self.cluster}" if self.cluster > 1 else ""
-        more = ", staged" if self.staged else ""
+        more = (", staged" if self.staged else "") + ("" if self.ahead else ", one by one")
+        more += f", weights to {self.multicast}" if self.multicast > 1 else ""
         return f"sm90 {self.policy} {self.rows}x{self.columns}{split}{more}"
 
     @property
     def warps(self) -> int:
         return 12 if self.policy == "large" else 6
+
+    @property
+    def ctas(self) -> int:
+        """Of a cluster."""
+        return self.cluster * self.multicast
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -84,11 +94,11 @@ def shared_bytes(config: Config, scaled: bool) -> int:
 def refuses(config: Config, kind: Kind, m: int = 1) -> str | None:
     """Why the kernels do not have this configuration, or cannot for M rows; None if they can."""
     c = config
-    sizes = (c.rows, c.columns, c.stages, c.cluster, c.raster)
+    sizes = (c.rows, c.columns, c.stages, c.cluster, c.raster, c.multicast)
     if any(type(size) is not int or size < 1 for size in sizes) or c.stages < 3:
         return "sizes are positive ints, and a ring has three stages at the least"
-    if type(c.staged) is not bool or c.raster > 64:
-        return "staged is True or False, and raster 64 at most"
+    if not type(c.staged) is type(c.ahead) is bool or c.raster > 64:
+        return "staged and ahead are True or False, and raster 64 at most"
     if shared_bytes(c, kind.scaled) > SHARED_LIMIT:
         return f"{shared_bytes(c, kind.scaled)} bytes of shared memory, the limit is {SHARED_LIMIT}"
     if c.policy == "large":
@@ -97,13 +107,24 @@ def refuses(config: Config, kind: Kind, m: int = 1) -> str | None:
         return "no such tile"
     if c.staged:
         return "only tiles for many rows stage their results"
+    if not _has_form(c, kind):
+        return "no such form of a tile for few rows"
     if c.rows * (64 + 4) * 4 > c.stages * (c.rows + 64) * DEPTH:
         return "the totals do not fit where the operands were"
-    return None if m <= _LARGEST_GRID_Y * c.rows else f"more than {_LARGEST_GRID_Y} tiles of tokens"
+    tall = m > _LARGEST_GRID_Y * c.rows * c.multicast
+    return f"more than {_LARGEST_GRID_Y} tiles of tokens" if tall else None
+
+
+def _has_form(c: Config, kind: Kind) -> bool:
+    """Beside K split, what products by blocks were found to gain from."""
+    if c.ahead and c.multicast == 1:
+        return True
+    return kind.scaled and c.rows in _LONG and c.cluster == 1 and (c.ahead, c.multicast) in _FORMS
 
 
 def _refuses_large(c: Config, kind: Kind) -> str | None:
-    if c.columns not in _LARGE.get(c.rows, ()) or c.cluster != 1:
+    of_small = c.cluster, c.ahead, c.multicast
+    if c.columns not in _LARGE.get(c.rows, ()) or of_small != (1, True, 1):
         return "no such tile"
     if kind.scaled and c.columns > DEPTH + math.gcd(DEPTH, c.columns):
         return "a tile has the scales of two blocks of columns at the most"
@@ -126,30 +147,40 @@ def configs(kind: Kind, m: int) -> Iterator[Config]:
         for raster in (4, 8, 16)
     )
     small = (
-        Config("small", tokens, 64, stages, cluster)
+        Config("small", tokens, 64, stages, cluster, ahead=ahead, multicast=multicast)
         for tokens in _SMALL
-        for stages in (4, 6, 8, 12, 16)
+        for stages in (3, 4, 6, 8, 12, 16)
         for cluster in _CLUSTERS
+        for ahead, multicast in _FORMS
+        if stages > 3 or not ahead
     )
     yield from (c for c in (*large, *small) if refuses(c, kind, m) is None)
 
 
 def candidates(kind: Kind, m: int, n: int, k: int) -> list[Config]:
     """The legal configurations worth timing: some dozens, by the number of rows."""
+    found = list(configs(kind, m))
+    few = [c for c in found if c.policy == "small" and _serves_few(c, m, n, k)]
+    many = [c for c in found if c.policy == "large" and _serves_many(c, kind, m, n)]
+    return few + sorted(many, key=lambda c: _cycles(c, kind, m, n, k, 132))
 
-    def plausible(c: Config) -> bool:
-        if c.policy == "large":
-            few = m <= 8 * c.rows or n <= 2 * c.columns  # all orders of tiles are alike, or nearly
-            return m > 64 and _deepest(c, kind) and (c.raster == 8 or not few)
-        if m > 64 and c.stages not in (6, 8, 12):
-            return False
-        fits = m > c.rows // 2 or c.rows == min(_SMALL)
-        tiles = -(-m // c.rows) * -(-n // 64)
-        useful = c.cluster == 1 or (tiles * c.cluster <= 300 and k >= 2 * c.cluster * DEPTH)
-        return m <= 256 and fits and useful and c.rows * 4 >= min(m, 128)
 
-    found = [c for c in configs(kind, m) if plausible(c)]
-    return sorted(found, key=lambda c: _cycles(c, kind, m, n, k, 132))[:_MOST]
+def _serves_few(c: Config, m: int, n: int, k: int) -> bool:
+    tiles = -(-m // c.rows) * -(-n // 64)
+    if m > 256 or (m > FEW_ROWS and c.stages not in (6, 8, 12)):
+        return False
+    if (m <= c.rows // 2 and c.rows > min(_SMALL)) or c.rows * 4 < min(m, 128):
+        return False
+    if not c.ahead:  # it is the CTA beside that multiplies meanwhile
+        return tiles > 132
+    if c.multicast > 1:  # and no CTA has no token
+        return tiles <= _MOST_IN_CLUSTERS and m > c.rows
+    return c.cluster == 1 or (tiles * c.cluster <= _MOST_IN_CLUSTERS and k >= 2 * c.cluster * DEPTH)
+
+
+def _serves_many(c: Config, kind: Kind, m: int, n: int) -> bool:
+    few = m <= 8 * c.rows or n <= 2 * c.columns  # all orders of tiles are alike, or nearly
+    return m > FEW_ROWS and _deepest(c, kind) and (c.raster == 8 or not few)
 
 
 def _deepest(c: Config, kind: Kind) -> bool:
@@ -202,7 +233,14 @@ def heuristic(kind: Kind, m: int, n: int, k: int, multiprocessors: int = 132) ->
     resident = max(1, min(3, -(-tiles * cluster // multiprocessors)))
     room = _SHARED_OF_SM // resident - 1024  # the system takes 1 KiB for each CTA
     found = [Config("small", tokens, 64, stages, cluster) for stages in (12, 8, 6, 4)]
-    return next((c for c in found if shared_bytes(c, kind.scaled) <= room), found[-1])
+    best = next((c for c in found if shared_bytes(c, kind.scaled) <= room), found[-1])
+    if not kind.scaled or tokens != 64:
+        return best
+    if multiprocessors / 2 < 2 * tiles <= multiprocessors and k >= 16 * DEPTH:
+        return Config("small", 32, 64, 16, multicast=2)
+    together = Config("small", 64, 64, 3, ahead=False)
+    more = not _in_one_round(best, kind, m, n, multiprocessors)
+    return together if more and _in_one_round(together, kind, m, n, multiprocessors) else best
 
 
 def tuned(problem: Problem, kind: Kind, exact: Mapping[str, Any]) -> Config:
@@ -235,15 +273,24 @@ def yields(problem: Problem, exact: Mapping[str, Any]) -> str | None:
 
 def small_registers(config: Config, kind: Kind) -> int:
     """What a thread of the small kernel needs at most; its machine code is held to that."""
-    return max(56, 40 + config.rows // 2 * (1 if kind.fast else 3))
+    sets = 1 if kind.fast else 3 if config.ahead else 2
+    return max(56, 40 + config.rows // 2 * sets)
+
+
+def _resident(config: Config, kind: Kind) -> int:
+    """CTAs of the small kernel that a multiprocessor has room for: by memory and registers."""
+    by_registers = 65536 // (32 * config.warps * small_registers(config, kind))
+    return min(by_registers, _SHARED_OF_SM // (shared_bytes(config, kind.scaled) + 1024))
+
+
+def _ctas(config: Config, m: int, n: int) -> int:
+    """Of the small kernel."""
+    return -(-m // (config.rows * config.multicast)) * -(-n // config.columns) * config.ctas
 
 
 def _in_one_round(config: Config, kind: Kind, m: int, n: int, count: int) -> bool:
-    """Whether all CTAs of the small kernel are resident together: by memory and registers."""
-    by_registers = 65536 // (32 * config.warps * small_registers(config, kind))
-    by_memory = _SHARED_OF_SM // (shared_bytes(config, kind.scaled) + 1024)
-    tiles = -(-m // config.rows) * -(-n // config.columns) * config.cluster
-    return tiles <= count * min(by_memory, by_registers)
+    """Whether all CTAs of the small kernel are resident together."""
+    return _ctas(config, m, n) <= count * _resident(config, kind)
 
 
 def unfit(name: str, spec: TensorSpec) -> str | None:

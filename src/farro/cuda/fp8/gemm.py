@@ -61,12 +61,13 @@ def kernel_name(config: Config, kind: Kind, n: int = 32) -> tuple[str, str]:
         tile += f", {str(config.staged).lower()}"
         return "cuda/fp8/large.cu", f"fp8_large<{flags}, {tile}>"
     tile = f"{config.rows}, {config.stages}, {config.cluster}"
+    tile += f", {str(config.ahead).lower()}, {config.multicast}"
     return "cuda/fp8/small.cu", f"fp8_small<{flags}, {tile}>"
 
 
 def _grid(config: Config, m: int, n: int, multiprocessors: int) -> tuple[int, int, int]:
     if config.policy == "small":
-        return -(-n // config.columns) * config.cluster, -(-m // config.rows), 1
+        return -(-n // config.columns) * config.ctas, -(-m // (config.rows * config.multicast)), 1
     return min(multiprocessors, -(-m // config.rows) * -(-n // config.columns)), 1, 1
 
 
@@ -141,7 +142,7 @@ def prepare(
     count = torch.cuda.get_device_properties(device).multi_processor_count
     grid, threads = _grid(config, m, n, count), 32 * config.warps
     maps = _maps(config, x, weight, out if problem.out_vector else None)
-    return Launch(device, function, grid, threads, size, config.cluster, (*maps, problem))
+    return Launch(device, function, grid, threads, size, config.ctas, (*maps, problem))
 
 
 def _maps(
@@ -161,7 +162,8 @@ def _maps(
         pitch = 2 * (out.stride(0) if m > 1 else n)
         box = (config.columns // group, 16, group)
         return tokens, rows, tensor_map.encode_results(out.data_ptr(), m, n, pitch, *box)
-    return tensor_map.encode(weight.data_ptr(), n, k, pitches[1], config.columns, DEPTH), tokens
+    brought = config.columns // config.multicast  # rows, by each CTA
+    return tensor_map.encode(weight.data_ptr(), n, k, pitches[1], brought, DEPTH), tokens
 
 
 class Prepared:

@@ -2,9 +2,13 @@
 // wgmma and tokens the narrow one; K split over the CTAs of a cluster where there are few tiles.
 //
 // A CTA owns 64 weight rows, TOKENS tokens and a run of blocks of K. One warp streams both operands by
-// TMA, with SCALED a second one the scales; a warpgroup multiplies one block while it promotes the
-// partial sums of the block before (FAST: the tensor cores add everything). At the end each CTA of
-// the cluster adds the totals of all, in the order of K, for its share of the tokens.
+// TMA, with SCALED a second one the scales. With AHEAD a warpgroup multiplies one block while it
+// promotes the partial sums of the block before; without, one after the other, and several CTAs of a
+// multiprocessor do the one beside the other (FAST: the tensor cores add everything). At the end each
+// CTA of the cluster adds the totals of all, in the order of K, for its share of the tokens.
+//
+// MULTICAST: instead, CTAs of a cluster have the same weight rows, other tokens and all of K, and each
+// brings its part of the weight rows to all.
 #include "fp8_problem.cuh"
 #include "wgmma.cuh"
 
@@ -26,12 +30,33 @@ struct Layout {
   static_assert(TOKENS * pitch * 4 <= scales, "totals are staged where the operands were");
 };
 
-template <int EPILOGUE, bool SCALED, bool FAST, int TOKENS, int STAGES, int CLUSTER>
+// One block's scales: of TOKENS tokens, zero past the end, then the weight's.
+template <int TOKENS>
+__device__ __forceinline__ void load_scales(const Problem& p, u32 to, int first_token, i64 block,
+                                            const float* of_weight, int lane) {
+  const float* from = p.input_scale + block * p.input_scale_block;
+  if (p.input_scale_vector == 2) {
+    const int token = first_token + 4 * lane;
+    if (lane < TOKENS / 4) cp_async<16>(to + 16 * lane, from + (token < p.m ? token : 0), token < p.m);
+  } else {
+#pragma unroll
+    for (int j = lane; j < TOKENS; j += 32) {
+      const int token = first_token + j;
+      cp_async<4>(to + 4 * j, from + (token < p.m ? token * p.input_scale_row : 0), token < p.m);
+    }
+  }
+  if (lane == 0) cp_async<4>(to + 4 * TOKENS, of_weight + block * p.weight_scale_block, true);
+}
+
+template <int EPILOGUE, bool SCALED, bool FAST, int TOKENS, int STAGES, int CLUSTER, bool AHEAD,
+          int MULTICAST>
 __global__ void __launch_bounds__(192)
     fp8_small(const __grid_constant__ TensorMap weight_map,
               const __grid_constant__ TensorMap token_map, const __grid_constant__ Problem p) {
   using L = Layout<TOKENS, STAGES, SCALED>;
-  static_assert(STAGES > 2 && !(SCALED && FAST));
+  constexpr int kThreads = 192, kLoader = 4;  // a warpgroup, and two warps of which this is the first
+  static_assert(STAGES > 2 && !(SCALED && FAST) && (AHEAD || !FAST));
+  static_assert(TOKENS % 8 == 0 && (CLUSTER == 1 || MULTICAST == 1));
 
   extern __shared__ u8 raw[];
   const u32 raw_address = smem_address(raw), base = (raw_address + 1023) & ~1023u;
@@ -41,7 +66,9 @@ __global__ void __launch_bounds__(192)
   // Even runs: the first `blocks % CLUSTER` have one block more
   const int most = blocks / CLUSTER, more = blocks % CLUSTER;
   const int first_block = rank * most + min(rank, more), count = most + (rank < more ? 1 : 0);
-  const int first_row = blockIdx.x / CLUSTER * kRows, first_token = blockIdx.y * TOKENS;
+  const int part = blockIdx.x % MULTICAST;
+  const int first_row = blockIdx.x / (CLUSTER * MULTICAST) * kRows;
+  const int first_token = (blockIdx.y * MULTICAST + part) * TOKENS;
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
 
   if (threadIdx.x == 0) {
@@ -49,13 +76,14 @@ __global__ void __launch_bounds__(192)
     prefetch_tensor_map(&token_map);
     for (int i = 0; i < STAGES; ++i) {
       mbarrier_init(base + L::full + 8 * i, SCALED ? 1 + 32 : 1);
-      mbarrier_init(base + L::empty + 8 * i, 4);
+      mbarrier_init(base + L::empty + 8 * i, MULTICAST * 4);
     }
     fence_mbarrier_init();
   }
-  __syncthreads();
+  if constexpr (MULTICAST > 1) cluster_sync();
+  else __syncthreads();
 
-  if (warp == 4) {
+  if (warp == kLoader) {
     if (lane == 0) {
       Ring<STAGES> ring(1);
       for (int i = 0; i < count; ++i) {
@@ -63,26 +91,27 @@ __global__ void __launch_bounds__(192)
         const u32 full = base + L::full + 8 * ring.stage;
         const int x = (first_block + i) * kDepth;
         mbarrier_expect(full, L::weight_bytes + L::token_bytes);
-        tma_load(base + L::weights + ring.stage * L::weight_bytes, &weight_map, x, first_row, full);
+        const u32 weights = base + L::weights + ring.stage * L::weight_bytes;
+        if constexpr (MULTICAST > 1) {
+          constexpr int kPart = kRows / MULTICAST;
+          tma_load_multicast(weights + part * kPart * kDepth, &weight_map, x,
+                             first_row + part * kPart, full, (1 << MULTICAST) - 1);
+        } else {
+          tma_load(weights, &weight_map, x, first_row, full);
+        }
         tma_load(base + L::tokens + ring.stage * L::token_bytes, &token_map, x, first_token, full);
         ring.next();
       }
     }
-  } else if (warp == 5) {
+    __syncwarp();
+  } else if (warp > kLoader) {
     if constexpr (SCALED) {
       Ring<STAGES> ring(1);
       const float* of_weight = p.weight_scale + first_row / kDepth * p.weight_scale_row;
       for (int i = 0; i < count; ++i) {
         mbarrier_wait(base + L::empty + 8 * ring.stage, ring.parity);
         const u32 to = base + L::scales + ring.stage * L::scale_floats * 4;
-        const i64 block = first_block + i;
-#pragma unroll
-        for (int j = lane; j < TOKENS; j += 32) {
-          const int token = first_token + j;
-          const i64 at = token * p.input_scale_row + block * p.input_scale_block;
-          cp_async<4>(to + 4 * j, p.input_scale + (token < p.m ? at : 0), token < p.m);
-        }
-        if (lane == 0) cp_async<4>(to + 4 * TOKENS, of_weight + block * p.weight_scale_block, true);
+        load_scales<TOKENS>(p, to, first_token, first_block + i, of_weight, lane);
         cp_async_arrive(base + L::full + 8 * ring.stage);
         ring.next();
       }
@@ -109,7 +138,12 @@ __global__ void __launch_bounds__(192)
     };
     auto give_back = [&] {
       __syncwarp();
-      if (lane == 0) mbarrier_arrive(base + L::empty + 8 * done.stage);
+      const u32 empty = base + L::empty + 8 * done.stage;
+      if constexpr (MULTICAST > 1) {  // every CTA writes here
+        if (lane < MULTICAST) mbarrier_arrive_remote(map_to_rank(empty, lane));
+      } else {
+        if (lane == 0) mbarrier_arrive(empty);
+      }
       done.next();
     };
     auto promote = [&](Sums& partial) {
@@ -133,6 +167,7 @@ __global__ void __launch_bounds__(192)
 #pragma unroll
         for (int i = 0; i < TOKENS / 2; ++i) total[i] = __fadd_rn(total[i], partial[i]);
       }
+      if constexpr (!AHEAD) wgmma_hold(total);  // all sums are read before the next product's
       give_back();
     };
 
@@ -146,6 +181,13 @@ __global__ void __launch_bounds__(192)
       }
       wgmma_wait<0>();
       wgmma_hold(total);
+    } else if constexpr (!AHEAD) {
+      for (int i = 0; i < count; ++i) {
+        Sums partial;
+        multiply(partial, false);
+        wgmma_wait<0>();
+        promote(partial);
+      }
     } else if (count > 0) {
       // Straight lines, peeled at the end: ptxas serializes wgmma where it loses sight of who waits
       Sums even, odd;
@@ -179,29 +221,32 @@ __global__ void __launch_bounds__(192)
       staged[token * L::pitch + row + i / 2 % 2 * 8] = total[i];
     }
   }
+  if constexpr (MULTICAST > 1) cluster_arrive_relaxed();  // nothing goes to others from here on
   if constexpr (CLUSTER > 1) cluster_sync();
   else __syncthreads();
 
   // Eight neighbouring outputs of a token a thread; a CTA of the cluster takes every CLUSTER-th piece
   constexpr int kPieces = kRows / 8;
   const float alpha = SCALED ? 1.0f : alpha_of(p);
-  for (int i = threadIdx.x * CLUSTER + rank; i < TOKENS * kPieces; i += 192 * CLUSTER) {
+  for (int i = threadIdx.x * CLUSTER + rank; i < TOKENS * kPieces; i += kThreads * CLUSTER) {
     const int token = i / kPieces, column = first_row + i % kPieces * 8;
     if (first_token + token >= p.m || column >= p.n) continue;
     const u32 at = base + 4 * (token * L::pitch + i % kPieces * 8);
     float sum[8] = {}, bias[8] = {};
 #pragma unroll
     for (int r = 0; r < CLUSTER; ++r) {
-      const u32 from = CLUSTER > 1 ? map_to_rank(at, r) : at;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const float4 part = load_remote(from + 16 * half);
-        sum[4 * half] += part.x, sum[4 * half + 1] += part.y;
-        sum[4 * half + 2] += part.z, sum[4 * half + 3] += part.w;
+        float4 v;
+        if constexpr (CLUSTER > 1) v = load_remote(map_to_rank(at, r) + 16 * half);
+        else v = *reinterpret_cast<const float4*>(shared + (at - base) + 16 * half);
+        sum[4 * half] += v.x, sum[4 * half + 1] += v.y;
+        sum[4 * half + 2] += v.z, sum[4 * half + 3] += v.w;
       }
     }
     if constexpr (EPILOGUE & kBias) load_biases(p, column, bias);
     finish<EPILOGUE>(p, sum, alpha, bias, first_token + token, column);
   }
-  if constexpr (CLUSTER > 1) cluster_leave();  // the others may still read the totals here
+  if constexpr (CLUSTER > 1) cluster_leave();   // the others may still read the totals here
+  if constexpr (MULTICAST > 1) cluster_wait();  // or write to, or arrive, here
 }
