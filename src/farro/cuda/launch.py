@@ -50,8 +50,13 @@ class Launch:
         shared_bytes: int,
         cluster: int,
         parameters: tuple[Any, ...],
+        overlaps: bool = False,
     ) -> None:
-        """`parameters` are ctypes objects or CUtensorMap, each passed by value."""
+        """`parameters` are ctypes objects or CUtensorMap, each passed by value.
+
+        One that `overlaps` may begin before the kernel ahead of it in the stream has ended: when
+        all CTAs of that one allowed it, and it waits by itself (ptx.cuh) for what it reads.
+        """
         from cuda.bindings import driver
 
         self._device = device
@@ -66,6 +71,7 @@ class Launch:
         self._table = (ctypes.c_void_p * len(addresses))(*addresses)
         self._table_address = ctypes.addressof(self._table)
         self._shape = (grid, threads, shared_bytes, cluster)
+        self._overlaps = overlaps
         self._configs: dict[int, Any] = {}
         self._launch = driver.cuLaunchKernelEx
 
@@ -78,13 +84,18 @@ class Launch:
         config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
         config.sharedMemBytes = shared_bytes
         config.hStream = driver.CUstream(stream)
+        attributes = []
         if cluster > 1:
+            attributes.append(_cluster_attribute(cluster))
+        if self._overlaps:
             attribute = driver.CUlaunchAttribute()
-            attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
-            attribute.value.clusterDim.x = cluster
-            attribute.value.clusterDim.y = attribute.value.clusterDim.z = 1
-            config.attrs = [attribute]
-            config.numAttrs = 1
+            kind = driver.CUlaunchAttributeID
+            attribute.id = kind.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            attribute.value.programmaticStreamSerializationAllowed = 1
+            attributes.append(attribute)
+        if attributes:
+            config.attrs = attributes
+            config.numAttrs = len(attributes)
         return config
 
     def on_current_stream(self) -> None:
@@ -129,3 +140,35 @@ def _allow(driver: Any, name: str, handle: int, device: int, shared_bytes: int) 
     if int(error) != 0:
         raise RuntimeError(f"{name}: {shared_bytes} bytes of shared memory refused: {error}")
     _allowed[handle, device] = shared_bytes
+
+
+@functools.lru_cache(maxsize=1024)
+def resident_clusters(
+    device: int, function: Any, threads: int, shared_bytes: int, cluster: int, ctas: int
+) -> int:
+    """Clusters of a kernel that run at a time, of at most `ctas` CTAs a multiprocessor."""
+    from cuda.bindings import driver
+
+    most = torch.cuda.get_device_properties(device).multi_processor_count * ctas // cluster
+    if cluster == 1:
+        return most
+    config = driver.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = most * cluster, 1, 1
+    config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+    config.sharedMemBytes = shared_bytes
+    config.attrs = [_cluster_attribute(cluster)]
+    config.numAttrs = 1
+    error, count = driver.cuOccupancyMaxActiveClusters(function, config)
+    if int(error) != 0:
+        raise RuntimeError(f"cuOccupancyMaxActiveClusters: {error} for clusters of {cluster}")
+    return min(most, int(count))
+
+
+def _cluster_attribute(cluster: int) -> Any:
+    from cuda.bindings import driver
+
+    attribute = driver.CUlaunchAttribute()
+    attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+    attribute.value.clusterDim.x = cluster
+    attribute.value.clusterDim.y = attribute.value.clusterDim.z = 1
+    return attribute

@@ -60,6 +60,31 @@ def encode_results(
     return _encode(address, sizes, steps, (2 * group, box_rows, box_groups), swizzled=False)
 
 
+@functools.lru_cache(maxsize=4096)
+def encode_experts(
+    address: int, sizes: tuple[int, int, int], steps: tuple[int, int], box_rows: int
+) -> Any:
+    """As encode, of `sizes` experts x rows x bytes; `steps` in bytes from expert to expert and row
+    to row; boxes of box_rows x 128 of one expert."""
+    experts, rows, columns = sizes
+    return _encode(address, (columns, rows, experts), steps[::-1], (128, box_rows, 1))
+
+
+@functools.lru_cache(maxsize=4096)
+def encode_pairs(
+    address: int, sizes: tuple[int, int, int], steps: tuple[int, int, int], box_blocks: int
+) -> Any:
+    """As encode_experts, of rows that have a partner: 8 of them lie before their partners.
+
+    `sizes` are experts x pairs (a multiple of 8) x bytes, `steps` in bytes from expert to expert,
+    pair to pair and to a row's partner. A box is 2 * 8 * box_blocks rows of 128 bytes.
+    """
+    experts, pairs, columns = sizes
+    of_expert, of_pair, partner = steps
+    strides = (of_pair, partner, 8 * of_pair, of_expert)
+    return _encode(address, (columns, 8, 2, pairs // 8, experts), strides, (128, 8, 2, box_blocks, 1))
+
+
 def _encode(
     address: int,
     sizes: tuple[int, ...],

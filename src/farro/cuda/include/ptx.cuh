@@ -108,6 +108,27 @@ __device__ __forceinline__ void tma_load_groups(u32 smem, const TensorMap* map, 
       : "memory");
 }
 
+// A box of the matrices of experts (tensor_map.encode_experts): x bytes along a row, row y, expert z.
+__device__ __forceinline__ void tma_load_expert(u32 smem, const TensorMap* map, int x, int y, int z,
+                                                u32 barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%2, %3, %4}], [%5];" ::"r"(smem),
+      "l"(map), "r"(x), "r"(y), "r"(z), "r"(barrier)
+      : "memory");
+}
+
+// The same where each 8 rows of a first half are followed by 8 of a second (tensor_map.encode_pairs):
+// x bytes along a row, from eight rows `block` of both halves on.
+__device__ __forceinline__ void tma_load_pairs(u32 smem, const TensorMap* map, int x, int block,
+                                               int expert, u32 barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%2, 0, 0, %3, %4}], [%5];" ::"r"(smem),
+      "l"(map), "r"(x), "r"(block), "r"(expert), "r"(barrier)
+      : "memory");
+}
+
 // `bytes` neighbouring bytes; addresses and size are multiples of 16.
 __device__ __forceinline__ void bulk_load(u32 smem, const void* global, int bytes, u32 barrier) {
   asm volatile(
@@ -145,6 +166,12 @@ template <int BYTES>
 __device__ __forceinline__ void cp_async(u32 smem, const void* global, bool valid) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(smem), "l"(global),
                "n"(BYTES), "r"(valid ? BYTES : 0)
+               : "memory");
+}
+
+// The first `bytes` (0 to 16) of 16, and zeros after them; past L1, which would not be read again.
+__device__ __forceinline__ void cp_async_16(u32 smem, const void* global, int bytes) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(smem), "l"(global), "r"(bytes)
                : "memory");
 }
 
@@ -193,6 +220,33 @@ __device__ __forceinline__ void cluster_leave() {
   cluster_wait();
 }
 
+// As mbarrier_arrive_remote, and what this thread (or its warp, before __syncwarp) wrote to any CTA of
+// the cluster is seen by who waits with mbarrier_wait_cluster.
+__device__ __forceinline__ void mbarrier_arrive_cluster(u32 remote) {
+  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(remote)
+               : "memory");
+}
+__device__ __forceinline__ void mbarrier_wait_cluster(u32 barrier, u32 parity) {
+  u32 done;
+  do {
+    asm volatile(
+        "{\n.reg .pred p;\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, p;\n}"
+        : "=r"(done)
+        : "r"(barrier), "r"(parity)
+        : "memory");
+  } while (done == 0);
+}
+
+// The larger one stays in shared memory, of this CTA or of another of the cluster (map_to_rank).
+__device__ __forceinline__ void raise_to(u32 smem, u32 value) {
+  asm volatile("red.relaxed.cta.shared::cta.max.u32 [%0], %1;" ::"r"(smem), "r"(value) : "memory");
+}
+__device__ __forceinline__ void raise_remote_to(u32 remote, u32 value) {
+  asm volatile("red.relaxed.cluster.shared::cluster.max.u32 [%0], %1;" ::"r"(remote), "r"(value)
+               : "memory");
+}
+
 // The address of `smem` in CTA `rank` of the cluster.
 __device__ __forceinline__ u32 map_to_rank(u32 smem, u32 rank) {
   u32 remote;
@@ -210,9 +264,26 @@ __device__ __forceinline__ float4 load_remote(u32 remote) {
   return value;
 }
 
+__device__ __forceinline__ int load_remote_int(u32 remote) {
+  int value;
+  asm volatile("ld.shared::cluster.b32 %0, [%1];" : "=r"(value) : "r"(remote) : "memory");
+  return value;
+}
+
 // Wait until `threads` threads of the CTA (whole warps) have come to barrier `id` (1 to 15).
 __device__ __forceinline__ void named_barrier(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// ---- Kernels that overlap (Launch(..., overlaps=True)) ----
+
+// All that the kernels before this one wrote is there; at once where the launch does not overlap.
+__device__ __forceinline__ void wait_for_kernel_before() {
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+// The next kernel may begin once every CTA has said so, or ended.
+__device__ __forceinline__ void let_next_kernel_begin() {
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 
 // ---- Register budgets ----

@@ -9,13 +9,24 @@ import torch
 
 from ...dispatch import Kernel, Operator
 from ...functional import Functional
-from . import cpu, triton
+from . import cpu, sm90_configs, triton
 from .checks import ARGUMENTS, NAME, check, check_types
 from .warm import calls
 
 # A kernel's run: (config, x, scale_x, w_gate_up, scale_gate_up, w_down, scale_down, topk_ids,
 # topk_weights, out, group_size, interleaved); out [T,H] is contiguous and not empty.
 KERNELS = (
+    Kernel(
+        "moe_ffn.cuda_sm90",
+        "cuda",
+        run="ops.moe_ffn.sm90:run",
+        bind="ops.moe_ffn.sm90:bind",
+        needs=frozenset({"wgmma"}),
+        why_not=sm90_configs.why_not,
+        config=sm90_configs.config,
+        must_run=sm90_configs.must_run,
+        configs=sm90_configs.configs,
+    ),
     Kernel(
         "moe_ffn.cpu",
         "cpu",

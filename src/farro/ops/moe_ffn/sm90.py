@@ -1,0 +1,336 @@
+"""moe_ffn on SM90a: four launches, of which each may begin while the one before it ends.
+
+    moe_plan       rows for the routes, sorted by expert         (sm90_route.cu)
+    moe_gate_up    codes of silu(gate) * up, of rows read through the plan  (sm90.cu)
+    moe_down       BF16 rows
+    moe_sum        the weighted sum of each token's rows, in slot order
+
+One piece of scratch memory holds what goes from launch to launch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ...cuda import tensor_map
+from ...cuda.fp8.gemm import Prepared
+from ...cuda.launch import Launch, kernel_function, resident_clusters
+from ...dispatch import remember
+from ...formats.int8_group import group_count
+from ...problem import TensorSpec
+from .sm90_configs import (
+    Config,
+    Tile,
+    cluster_of,
+    config,
+    configs,
+    heuristic,
+    must_run,
+    refuses,
+    shared_bytes,
+    why_not,
+)
+
+__all__ = [
+    "Config",
+    "Tile",
+    "bind",
+    "config",
+    "configs",
+    "heuristic",
+    "must_run",
+    "refuses",
+    "run",
+    "why_not",
+]
+
+_PRODUCTS, _ROUTES = "ops/moe_ffn/sm90.cu", "ops/moe_ffn/sm90_route.cu"
+_OUT = {torch.bfloat16: "BFloat16", torch.float16: "Float16", torch.float32: "float"}
+_ID = {torch.int32: "int", torch.int64: "long long"}
+_PLAN_THREADS = 1024
+_PLAN_CLUSTER = 8  # CTAs that share the routes where there are many
+_OVERLAPS = True  # launches begin before the one ahead has ended
+
+
+class _Routes(ctypes.Structure):
+    """`struct Routes` of sm90_route.cu."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("ids", "offsets", "row_of", "source")),
+        *((name, ctypes.c_int64) for name in ("ids_token", "ids_slot")),
+        *((name, ctypes.c_int) for name in ("routes", "topk", "experts")),
+    )
+
+
+class _Sum(ctypes.Structure):
+    """`struct Sum` of sm90_route.cu."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("y", "row_of", "weights", "out")),
+        *((name, ctypes.c_int64) for name in ("weights_token", "weights_slot")),
+        *((name, ctypes.c_int) for name in ("topk", "h")),
+    )
+
+
+class _Problem(ctypes.Structure):
+    """`struct Problem` of sm90.cu."""
+
+    _fields_ = (
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("x", "x_scale", "source", "offsets", "w_scale", "out", "out_scale")
+        ),
+        *(
+            (name, ctypes.c_int64)
+            for name in (
+                *("x_pitch", "x_scale_row", "x_scale_group"),
+                *("w_scale_expert", "w_scale_group", "w_scale_column"),
+            )
+        ),
+        *(
+            (name, ctypes.c_int)
+            for name in (
+                *("experts", "features", "k", "out_pitch", "interleaved", "w_scale_vector"),
+                *("out_vector", "raster"),
+            )
+        ),
+    )
+
+
+class Scratch:
+    """Where each part of the scratch memory of some routes begins."""
+
+    def __init__(self, routes: int, experts: int, h: int, i: int, group_size: int) -> None:
+        self.pitch = -(-i // 16) * 16  # of codes: TMA reads them
+        self.groups = group_count(i, group_size)
+        sizes = {
+            "offsets": 4 * (experts + 1),
+            "row_of": 4 * routes,
+            "source": 4 * routes,
+            "codes": routes * self.pitch,
+            "scale": 4 * routes * self.groups,
+            "y": 2 * routes * h,
+        }
+        self.at: dict[str, int] = {}
+        self.bytes = 0
+        for name, size in sizes.items():
+            self.at[name] = self.bytes
+            self.bytes += -(-size // 256) * 256
+
+
+def kernel_name(tile: Tile, gated: bool, group_size: int) -> tuple[str, str]:
+    """Source file and name expression of a product."""
+    t, name = tile, "moe_gate_up" if gated else "moe_down"
+    sizes = f"{t.routes}, {t.warpgroups}, {t.waves}, {t.stages}, {t.ctas}"
+    return _PRODUCTS, f"{name}<{group_size}, {sizes}>"
+
+
+def plan_name(dtype: torch.dtype, cluster: int) -> tuple[str, str]:
+    return _ROUTES, f"moe_plan<{_ID[dtype]}, {cluster}>"
+
+
+def sum_name(dtype: torch.dtype, vector: int) -> tuple[str, str]:
+    return _ROUTES, f"moe_sum<{_OUT[dtype]}, {vector}>"
+
+
+def _step(tensor: torch.Tensor, dimension: int) -> int:
+    """A stride in bytes as TMA takes it: that of a single element counts for nothing."""
+    return tensor.stride(dimension) if tensor.shape[dimension] > 1 else 16
+
+
+def _together(scale: torch.Tensor, features: int) -> bool:
+    """Whether four neighbours of a group's scales [E, groups, columns] are one aligned read."""
+    steps = [scale.stride(d) for d in (0, 1) if scale.shape[d] > 1]
+    aligned = scale.data_ptr() % 16 == 0 and all(step % 4 == 0 for step in steps)
+    return aligned and scale.stride(2) == 1 and features % 4 == 0
+
+
+def plan_launch(topk_ids: torch.Tensor, experts: int, scratch: Scratch, base: int) -> Launch:
+    device, routes = topk_ids.get_device(), topk_ids.numel()
+    cluster = _PLAN_CLUSTER if routes > 4 * _PLAN_THREADS else 1
+    size = 8 * experts
+    function = kernel_function(*plan_name(topk_ids.dtype, cluster), "sm_90a", device, size)
+    given = _Routes(
+        *(topk_ids.data_ptr(), *(base + scratch.at[n] for n in ("offsets", "row_of", "source"))),
+        *(*topk_ids.stride(), routes, topk_ids.shape[1], experts),
+    )
+    return Launch(device, function, (cluster, 1, 1), _PLAN_THREADS, size, cluster, (given,))
+
+
+def _product(
+    tile: Tile, gated: bool, group_size: int, device: int, parameters: tuple[Any, ...], rows: int
+) -> Launch:
+    """Persistent: as many CTAs as run at a time; each expert may begin a tile of its own."""
+    problem = parameters[-1]
+    cluster = cluster_of(tile, gated, group_size)
+    size = shared_bytes(tile, gated, group_size, problem.experts)
+    function = kernel_function(*kernel_name(tile, gated, group_size), "sm_90a", device, size)
+    together = tile.rows * cluster // (2 if gated else 1)
+    tiles = rows // tile.routes + min(problem.experts, rows)
+    tiles *= -(-problem.features // together)
+    crews = min(resident_clusters(device, function, tile.threads, size, cluster, tile.ctas), tiles)
+    grid = (max(crews, 1) * cluster, 1, 1)
+    return Launch(device, function, grid, tile.threads, size, cluster, parameters, _OVERLAPS)
+
+
+def gate_up_launch(
+    tile: Tile,
+    x: torch.Tensor,
+    scale_x: torch.Tensor,
+    w: torch.Tensor,
+    scale_w: torch.Tensor,
+    routes: int,
+    scratch: Scratch,
+    base: int,
+    group_size: int,
+    interleaved: bool,
+) -> Launch:
+    experts, h, twice = w.shape
+    i, at = twice // 2, scratch.at
+    # bytes from a feature's gate to the next one's, and to its up
+    step, up = (2, 1) if interleaved else (1, i)
+    row = _step(w, 2)
+    steps = (_step(w, 0), step * row, up * row)
+    box = tile.rows // 16
+    weights = tensor_map.encode_pairs(w.data_ptr(), (experts, i, h), steps, box)
+    problem = _Problem(
+        *(x.data_ptr(), scale_x.data_ptr(), base + at["source"], base + at["offsets"]),
+        *(scale_w.data_ptr(), base + at["codes"], base + at["scale"]),
+        *(x.stride(0), *scale_x.stride(), *scale_w.stride()),
+        *(experts, i, h, scratch.pitch, int(interleaved), int(_together(scale_w, i)), 1),
+        tile.raster,
+    )
+    return _product(tile, True, group_size, x.get_device(), (weights, problem), routes)
+
+
+def down_launch(
+    tile: Tile,
+    w: torch.Tensor,
+    scale_w: torch.Tensor,
+    routes: int,
+    scratch: Scratch,
+    base: int,
+    group_size: int,
+) -> Launch:
+    (experts, i, h), at = w.shape, scratch.at
+    steps = (_step(w, 0), _step(w, 2))
+    weights = tensor_map.encode_experts(w.data_ptr(), (experts, h, i), steps, tile.rows)
+    codes = tensor_map.encode(base + at["codes"], routes, i, scratch.pitch, 8, 128)
+    problem = _Problem(
+        *(base + at["codes"], base + at["scale"], 0, base + at["offsets"]),
+        *(scale_w.data_ptr(), base + at["y"], 0),
+        *(scratch.pitch, scratch.groups, 1, *scale_w.stride()),
+        *(experts, h, i, h, 0, int(_together(scale_w, h)), int(h % 4 == 0)),
+        tile.raster,
+    )
+    parameters = (weights, codes, problem)
+    return _product(tile, False, group_size, w.get_device(), parameters, routes)
+
+
+def sum_launch(
+    topk_weights: torch.Tensor, out: torch.Tensor, scratch: Scratch, base: int
+) -> Launch:
+    device, (tokens, topk), h = out.get_device(), topk_weights.shape, out.shape[1]
+    vector = 8 if h % 8 == 0 and out.data_ptr() % 16 == 0 else 1
+    threads = 256 if tokens * -(-h // (256 * vector)) >= 264 else 64
+    while h > threads * vector * 65535:  # a grid's second dimension ends there
+        threads *= 2
+    function = kernel_function(*sum_name(out.dtype, vector), "sm_90a", device, 0)
+    given = _Sum(
+        *(base + scratch.at["y"], base + scratch.at["row_of"], topk_weights.data_ptr()),
+        *(out.data_ptr(), *topk_weights.stride(), topk, h),
+    )
+    grid = (tokens, -(-h // (threads * vector)), 1)
+    return Launch(device, function, grid, threads, 0, 1, (given,), _OVERLAPS)
+
+
+class _All:
+    """Launches, one after the other."""
+
+    def __init__(self, *launches: Launch) -> None:
+        self.launches = launches
+
+    def on_current_stream(self) -> None:
+        for launch in self.launches:
+            launch.on_current_stream()
+
+
+class Layer:
+    """run() for calls alike in all but addresses: launches are prepared once for each of these."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.prepared = Prepared()
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        scale_x: torch.Tensor,
+        w_gate_up: torch.Tensor,
+        scale_gate_up: torch.Tensor,
+        w_down: torch.Tensor,
+        scale_down: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        out: torch.Tensor,
+        group_size: int,
+        interleaved: bool,
+    ) -> None:
+        (experts, i, h), routes = w_down.shape, topk_ids.numel()
+        if not (experts and routes):
+            out.zero_()
+            return
+        scratch = Scratch(routes, experts, h, i, group_size)
+        memory = torch.empty(scratch.bytes, dtype=torch.uint8, device=out.device)
+        if not i:  # sums over nothing
+            memory.zero_()
+        given = (x, scale_x, w_gate_up, scale_gate_up, w_down, scale_down, topk_ids, topk_weights)
+
+        def prepare() -> Any:
+            base = memory.data_ptr()
+            plan = plan_launch(topk_ids, experts, scratch, base)
+            total = sum_launch(topk_weights, out, scratch, base)
+            if not i:
+                return _All(plan, total)
+            place = (routes, scratch, base, group_size)
+            gate_up = gate_up_launch(self.config.gate_up, *given[:4], *place, interleaved)
+            down = down_launch(self.config.down, *given[4:6], *place)
+            return _All(plan, gate_up, down, total)
+
+        self.prepared.run(out.device, (*given, out, memory), prepare)
+
+
+def bind(config: Config) -> Callable[..., None]:
+    """run() with its configuration, for calls alike in all but their tensors' addresses."""
+    return Layer(config)
+
+
+_LAYERS: dict[Any, Callable[..., None]] = {}
+
+
+def run(
+    config: Config,
+    x: torch.Tensor,
+    scale_x: torch.Tensor,
+    w_gate_up: torch.Tensor,
+    scale_gate_up: torch.Tensor,
+    w_down: torch.Tensor,
+    scale_down: torch.Tensor,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    out: torch.Tensor,
+    group_size: int,
+    interleaved: bool,
+) -> None:
+    """Write moe_ffn's result to `out`, launched on the current stream of its device."""
+    given = (x, scale_x, w_gate_up, scale_gate_up, w_down, scale_down, topk_ids, topk_weights, out)
+    key = (config, group_size, interleaved, *map(TensorSpec.of, given))
+    layer = _LAYERS.get(key)
+    if layer is None:
+        layer = bind(config)
+        remember(_LAYERS, key, layer)
+    layer(*given, group_size, interleaved)

@@ -1,0 +1,258 @@
+"""The native moe_ffn's configurations: all of them, which are legal, and which one to take."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from ...problem import Problem, TensorSpec
+from ...tuning import nearest, table
+from .triton_configs import Sizes, sizes
+
+SHARED_LIMIT = 232448  # bytes a CTA may use on SM90
+_SHARED_OF_SM = 233472  # of which each CTA costs 1 KiB more than it uses
+_ALIGNMENT = 1024  # of shared memory, for the 128-byte swizzle
+_DEPTH = 128  # bytes of K in a stage, as in sm90.cu
+_LONGEST = 2**31 - 2**10  # a row's index plus a tile stays an int
+_MOST_STAGES = 12
+WIDTHS = (8, 16, 32, 64, 128)  # routes of a tile
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Up to `routes` by 64 * warpgroups * waves weight rows: of gate/up, half as many features."""
+
+    routes: int
+    warpgroups: int
+    waves: int  # times 64 weight rows of a warpgroup
+    stages: int
+    ctas: int = 1  # a multiprocessor
+    raster: int = 8  # tiles of routes that are visited together
+
+    @property
+    def rows(self) -> int:
+        return 64 * self.warpgroups * self.waves
+
+    @property
+    def threads(self) -> int:
+        return 128 * (self.warpgroups + 1)
+
+
+@dataclass(frozen=True)
+class Config:
+    """The tiles of both products."""
+
+    gate_up: Tile
+    down: Tile
+    policy: str = "native, routes on wgmma's narrow side"
+
+    @property
+    def tile(self) -> tuple[int, int]:
+        return self.gate_up.routes, self.gate_up.rows
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Config:
+        tiles = {name: Tile(**values[name]) for name in ("gate_up", "down")}
+        return cls(**{**values, **tiles})
+
+
+def cluster_of(tile: Tile, gated: bool, group: int) -> int:
+    """CTAs that share the maxima of a group."""
+    return max(1, 2 * group // tile.rows) if gated else 1
+
+
+def shared_bytes(tile: Tile, gated: bool, group: int, experts: int) -> int:
+    """What the kernel's Traits add up to, with room to align."""
+    t, groups = tile, max(_DEPTH // group, 1)
+    stage = (t.rows + t.routes) * (_DEPTH + 4 * groups) + 16
+    maxima = 0
+    if gated:
+        own, parts = max(1, 32 * t.waves // group), max(1, t.rows // 2 // group)
+        maxima = 4 * t.warpgroups * own * t.routes * 8 + 3 * parts * t.routes * 4
+    return t.stages * stage + maxima + 16 + 8 * (experts + 1) + _ALIGNMENT
+
+
+def registers(tile: Tile, gated: bool) -> int:
+    """Of a thread that multiplies, as the kernel's Traits have them."""
+    launched = min(65536 // (tile.threads * tile.ctas) // 8 * 8, 240)
+    if not exchanges(tile):
+        return launched
+    given = 56 if gated else 40
+    return min((launched * (tile.warpgroups + 1) - given) // tile.warpgroups // 8 * 8, 240)
+
+
+def exchanges(tile: Tile) -> bool:
+    """Whether warpgroups that multiply take registers from the one that copies."""
+    return tile.routes * tile.waves >= 128
+
+
+def _needed(tile: Tile, group: int) -> int:
+    """Registers of sums, totals, addresses and scales: with fewer the compiler spills."""
+    groups = max(_DEPTH // group, 1)
+    together = 1 if tile.waves > 1 or tile.routes > 32 else min(groups, 64 // tile.routes)
+    return (together + tile.waves) * tile.routes // 2 + (32 if exchanges(tile) else 44)
+
+
+def refuses_tile(tile: Tile, gated: bool, group: int, experts: int) -> str | None:
+    """Why the kernels do not have this tile, or None."""
+    t = tile
+    numbers = (t.routes, t.warpgroups, t.waves, t.stages, t.ctas, t.raster)
+    if any(type(number) is not int or number < 1 for number in numbers):
+        return "sizes are positive ints"
+    if t.routes not in WIDTHS or t.warpgroups not in (1, 2, 4) or t.waves > 2 or t.rows > 256:
+        return "no such tile"
+    if t.stages <= max(group // _DEPTH, 1) or t.ctas > 4 or t.raster > 64:
+        return "no such ring or number of CTAs"
+    if group == 32 and t.waves * t.routes > 128:
+        return "a group of 32 leaves too few registers"
+    if registers(t, gated) < _needed(t, group):
+        return f"{registers(t, gated)} registers a thread, of {_needed(t, group)}"
+    need = shared_bytes(t, gated, group, experts)
+    if need > min(SHARED_LIMIT, _SHARED_OF_SM // t.ctas - 1024):
+        return f"{need} bytes of shared memory for each of {t.ctas} CTAs"
+    return None
+
+
+def refuses(config: Config, problem: Problem) -> str | None:
+    """Why this configuration is not legal for the problem, or None."""
+    s = sizes(problem)
+    return refuses_tile(config.gate_up, True, s.group, s.experts) or refuses_tile(
+        config.down, False, s.group, s.experts
+    )
+
+
+def deepest(tile: Tile, gated: bool, group: int, experts: int) -> Tile | None:
+    """With as many stages as there is room for."""
+    for stages in range(_MOST_STAGES, 1, -1):
+        deep = replace(tile, stages=stages)
+        if refuses_tile(deep, gated, group, experts) is None:
+            return deep
+    return None
+
+
+# --- which problems ------------------------------------------------------------------------------
+
+
+def _illegible(name: str, spec: TensorSpec, along: int) -> str | None:
+    """Why TMA and 16-byte copies cannot read rows along a dimension."""
+    if spec.stride[along] != 1 and spec.shape[along] > 1:
+        return f"{name}'s stride along its products' K is {spec.stride[along]}; needed 1"
+    for d, (size, stride) in enumerate(zip(spec.shape, spec.stride)):
+        if d != along and size > 1 and (stride % 16 or stride < spec.shape[along]):
+            return (
+                f"{name}'s stride of dimension {d} is {stride}; needed a multiple of 16 that is "
+                f"not below {spec.shape[along]}"
+            )
+    if spec.align < 16:
+        return f"{name}'s address is aligned to {spec.align} bytes; needed 16"
+    return None
+
+
+def why_not(problem: Problem) -> str | None:
+    """Why these kernels cannot run the problem, or None."""
+    s = sizes(problem)
+    routes = s.tokens * s.topk
+    if not (routes and s.experts and s.h):
+        return None
+    if s.i % 8:
+        return f"I is {s.i}; needed a multiple of 8"
+    if max(s.h, 2 * s.i, s.tokens, routes) > _LONGEST:
+        return f"a dimension, or the number of routes, is above {_LONGEST}"
+    if (routes // WIDTHS[0] + s.experts + 1) * (max(s.h, s.i) // 32 + 1) > _LONGEST:
+        return f"more than {_LONGEST} tiles"
+    for name, along in (("x_int8", 1), ("w_gate_up", 1), ("w_down", 1)):
+        reason = _illegible(name, problem.spec(name), along)
+        if reason is not None:
+            return reason
+    return None
+
+
+def must_run(problem: Problem) -> bool:
+    """Any routes, group, layout of gate/up and scales, where rows begin at multiples of 16 bytes."""
+    s = sizes(problem)
+    few = s.tokens * s.topk <= 1 << 22 and max(s.h, s.i) <= 1 << 20
+    if not few or s.h % 16 or s.i % 16:
+        return False
+    specs = [problem.spec(name) for name in ("x_int8", "w_gate_up", "w_down")]
+    steps = [n for t in specs for d, n in enumerate(t.stride) if d != 1]
+    return not any(n % 16 for n in steps) and all(
+        t.stride[1] == 1 and _illegible("", t, 1) is None for t in specs
+    )
+
+
+# --- which one to take ---------------------------------------------------------------------------
+
+
+def heuristic(problem: Problem) -> Config:
+    """The narrowest tile that holds what most experts have; few weight rows where tiles are few."""
+    s = sizes(problem)
+    return Config(_usual(s, problem, True), _usual(s, problem, False))
+
+
+def _usual(s: Sizes, problem: Problem, gated: bool) -> Tile:
+    active = max(1, min(s.tokens * s.topk, s.experts))
+    rows = 2 * s.i if gated else s.h
+    if s.rows > 48:
+        many = deepest(Tile(128, 2, 2, 2), gated, s.group, s.experts)
+        many = many or deepest(Tile(64, 2, 2, 2), gated, s.group, s.experts)
+        if many is not None:
+            return many
+    width = 16 if s.rows <= 4 else 32 if s.rows <= 16 else 64
+    count = problem.arch.multiprocessors
+    for warpgroups, ctas in ((4, 1), (2, 2), (1, 4), (1, 2), (1, 1)):
+        tiles = active * -(-rows // (64 * warpgroups))
+        tile = deepest(Tile(width, warpgroups, 1, 2, ctas), gated, s.group, s.experts)
+        if tile is not None and (warpgroups == 1 or tiles >= 2 * count):
+            return tile
+    found = deepest(Tile(8, 1, 1, 2), gated, s.group, s.experts)
+    assert found is not None, f"no room for the tables of {s.experts} experts"
+    return found
+
+
+def config(problem: Problem) -> Config:
+    """The tuned table's configuration for the nearest problem, else the heuristic's."""
+    s = sizes(problem)
+
+    def legal(values: dict[str, Any]) -> bool:
+        try:
+            return refuses(Config.from_dict(values), problem) is None
+        except (TypeError, KeyError):  # a table of another version
+            return False
+
+    found = nearest(
+        table("moe_ffn", problem.arch.device),
+        {"backend": "cuda", "group_size": s.group},
+        {"m": s.tokens, "e": s.experts, "topk": s.topk, "n": s.i, "k": s.h},
+        legal,
+    )
+    return heuristic(problem) if found is None else Config.from_dict(found)
+
+
+def tiles(gated: bool, group: int, experts: int) -> Iterator[Tile]:
+    """Each tile that there is, with the deepest ring."""
+    for routes in WIDTHS:
+        for warpgroups, waves in ((1, 1), (2, 1), (4, 1), (1, 2), (2, 2)):
+            for ctas in (1, 2, 4):
+                tile = deepest(Tile(routes, warpgroups, waves, 2, ctas), gated, group, experts)
+                if tile is not None:
+                    yield tile
+
+
+@functools.lru_cache(maxsize=64)
+def configs(problem: Problem) -> list[Config]:
+    """Those that a tuner may time: each tile of one product beside the usual one of the other."""
+    s, usual = sizes(problem), heuristic(problem)
+
+    def plausible(gated: bool) -> Iterator[Tile]:
+        for tile in tiles(gated, s.group, s.experts):
+            if min(s.rows, 64) <= tile.routes <= max(8 * s.rows, 32):
+                yield tile
+
+    found = [replace(usual, gate_up=tile) for tile in plausible(True)]
+    found += [replace(usual, down=tile) for tile in plausible(False)]
+    return list(dict.fromkeys([usual, *found]))

@@ -1,0 +1,68 @@
+// SwiGLU and the quantizer of moe_ffn's first product: numbers, and maxima over the lanes of a warp.
+#pragma once
+
+#include "output.cuh"
+
+namespace farro {
+
+// Two values rounded to BF16, as FP32.
+__device__ __forceinline__ float2 rounded_to_bf16(float a, float b) {
+  const u32 pair = pack2(a, b, BFloat16{});
+  return {__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u)};
+}
+
+// x / (1 + exp(-x)) within some units in the last place; exp is taken of -|x|, which does not overflow,
+// so -Inf gives NaN. The divisor is 1 to 2: its reciprocal is within a unit, and that of 1 is 1.
+__device__ __forceinline__ float silu(float x) {
+  const float e = expf(-fabsf(x));
+  float inverse;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(__fadd_rn(1.0f, e)));
+  return __fmul_rn(x < 0.0f ? __fmul_rn(x, e) : x, inverse);
+}
+
+// A group's scale, and what its codes are made with: the scale's inverse, or -1 where all are 0. From the
+// bits of the largest magnitude: as integers they order as values do, NaN above Inf.
+__device__ __forceinline__ float2 rate_of(u32 largest) {
+  const float scale = __fdiv_rn(__uint_as_float(largest), 127.0f);
+  const float floored = scale < 1e-12f ? 1e-12f : scale;  // NaN stays
+  return {floored, largest < 0x7f800000u ? __frcp_rn(floored) : -1.0f};
+}
+
+// round-half-even(value / scale) in the low byte. The quotient is correctly rounded: a reciprocal and
+// two of Markstein's corrections, as in int8_quantize/triton_kernel.py.
+__device__ __forceinline__ u32 code_of(float value, float2 rate) {
+  float ratio = __fmul_rn(value, rate.y);
+  ratio = __fmaf_rn(__fmaf_rn(ratio, -rate.x, value), rate.y, ratio);
+  ratio = __fmaf_rn(__fmaf_rn(ratio, -rate.x, value), rate.y, ratio);
+  return rate.y < 0.0f ? 0 : __float_as_uint(__fadd_rn(ratio, 12582912.0f)) & 0xff;
+}
+
+// The largest of each of COUNT values over the eight lanes l % 4, l % 4 + 4, ... Each lane ends with
+// COUNT / 8 of them (at least one) in v[0] and on: those from the one that is returned on.
+template <int COUNT, int BIT = 16>
+__device__ __forceinline__ int largest_over_lanes(u32* v, int lane) {
+  if constexpr (BIT < 4) {
+    return 0;
+  } else if constexpr (COUNT > 1) {
+    constexpr int kHalf = COUNT / 2;
+    const bool upper = lane & BIT;
+#pragma unroll
+    for (int i = 0; i < kHalf; ++i) {
+      const u32 give = upper ? v[i] : v[i + kHalf], keep = upper ? v[i + kHalf] : v[i];
+      v[i] = max(keep, __shfl_xor_sync(~0u, give, BIT));
+    }
+    return (upper ? kHalf : 0) + largest_over_lanes<kHalf, BIT / 2>(v, lane);
+  } else {
+    v[0] = max(v[0], __shfl_xor_sync(~0u, v[0], BIT));
+    return largest_over_lanes<1, BIT / 2>(v, lane);
+  }
+}
+
+// An 8 x 8 matrix of 16-bit elements, of which lane l holds two of row l / 4, turned around.
+__device__ __forceinline__ u32 transposed(u32 pair) {
+  u32 turned;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(turned) : "r"(pair));
+  return turned;
+}
+
+}  // namespace farro
