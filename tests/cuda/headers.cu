@@ -89,6 +89,25 @@ __global__ void __launch_bounds__(128)
   for (int i = threadIdx.x; i < 128 * ROWS; i += 128) to[i] = shared.memory[i];
 }
 
+template <int ROWS, bool PAIRS>
+__global__ void __launch_bounds__(128)
+    load_expert_box(const __grid_constant__ TensorMap map, u8* to, int x, int y, int expert) {
+  const Aligned shared;
+  const u32 barrier = shared.base + 128 * ROWS;
+  if (threadIdx.x == 0) {
+    mbarrier_init(barrier, 1);
+    fence_mbarrier_init();
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    mbarrier_expect(barrier, 128 * ROWS);
+    if constexpr (PAIRS) tma_load_pairs(shared.base, &map, x, y, expert, barrier);
+    else tma_load_expert(shared.base, &map, x, y, expert, barrier);
+  }
+  mbarrier_wait(barrier, 0);
+  for (int i = threadIdx.x; i < 128 * ROWS; i += 128) to[i] = shared.memory[i];
+}
+
 // ---- Bulk copy: neighbouring bytes, and none around them ----
 
 __global__ void __launch_bounds__(128) copy_bulk(const u8* from, u8* to, int first, int bytes) {
@@ -144,6 +163,16 @@ __global__ void __launch_bounds__(32) copy_small(const u8* from, u8* to, u32 val
   const int other = (lane + 7) % 32 * BYTES;  // another lane's, so that the barrier counts
   for (int i = 0; i < BYTES; ++i) to[other + i] = slots[other + i];
   cp_async_wait_all();
+}
+
+// Lane i copies the first i % 17 of its 16 bytes.
+__global__ void __launch_bounds__(32) copy_partly(const u8* from, u8* to) {
+  __shared__ alignas(16) u8 slots[32 * 16];
+  const int lane = threadIdx.x, mine = lane * 16;
+  for (int i = 0; i < 16; ++i) slots[mine + i] = 0x5B;
+  cp_async_16(smem_address(slots + mine), from + mine, lane % 17);
+  cp_async_wait_all();
+  for (int i = 0; i < 16; ++i) to[mine + i] = slots[mine + i];
 }
 
 // ---- wgmma: two waves of 64 rows of A (128 x 128) times B (N x 128), transposed ----
@@ -254,6 +283,60 @@ __global__ void __launch_bounds__(32) exchange(float* to, int rounds) {
     }
     cluster_leave();  // what a CTA reads it has before the others write again
   }
+}
+
+// ---- Maxima over a cluster, in three tables by turns: all CTAs of it get those of all ----
+
+template <int CLUSTER>
+__global__ void __launch_bounds__(64) share_maxima(const u32* from, u32* to, int rounds) {
+  __shared__ u32 tables[3][64];
+  __shared__ u64 complete;
+  const u32 ready = smem_address(&complete);
+  for (int i = 0; i < 3; ++i) tables[i][threadIdx.x] = 0;
+  if (threadIdx.x == 0) {
+    mbarrier_init(ready, 2 * CLUSTER);
+    fence_mbarrier_init();
+  }
+  if constexpr (CLUSTER > 1) cluster_sync();
+  else __syncthreads();
+  for (int round = 0; round < rounds; ++round) {
+    tables[(round + 1) % 3][threadIdx.x] = 0;
+    const int slot = (threadIdx.x * 7 + round) % 64 / 2;  // two threads each
+    const u32 at = smem_address(&tables[round % 3][slot]);
+    const u32 value = from[(blockIdx.x * rounds + round) * 64 + threadIdx.x];
+    if constexpr (CLUSTER > 1)
+      for (int rank = 0; rank < CLUSTER; ++rank) raise_remote_to(map_to_rank(at, rank), value);
+    else
+      raise_to(at, value);
+    __syncwarp();
+    const int lane = threadIdx.x % 32;
+    if constexpr (CLUSTER > 1) {
+      if (lane < CLUSTER) mbarrier_arrive_cluster(map_to_rank(ready, lane));
+      mbarrier_wait_cluster(ready, round % 2);
+    } else {
+      if (lane == 0) mbarrier_arrive(ready);
+      mbarrier_wait(ready, round % 2);
+    }
+    const u32 own = smem_address(&tables[round % 3][threadIdx.x]);
+    to[(blockIdx.x * rounds + round) * 64 + threadIdx.x] =
+        threadIdx.x < 32 ? tables[round % 3][threadIdx.x] : load_remote_int(map_to_rank(own, 0));
+  }
+  if constexpr (CLUSTER > 1) cluster_sync();
+}
+
+// ---- Kernels that overlap: the second begins while the first is still at work ----
+
+__global__ void __launch_bounds__(32) write_late(int* to, int value) {
+  let_next_kernel_begin();
+  const i64 begun = clock64();
+  while (clock64() - begun < 200000) {
+  }
+  to[32 * blockIdx.x + threadIdx.x] = value + 32 * blockIdx.x + threadIdx.x;
+}
+
+__global__ void __launch_bounds__(32) read_after(const int* from, int* to) {
+  wait_for_kernel_before();
+  to[32 * blockIdx.x + threadIdx.x] = __ldcg(from + 32 * blockIdx.x + threadIdx.x);
 }
 
 // ---- Multicast: each CTA brings 8 rows of each box to all of its cluster, and each copies whole boxes

@@ -36,16 +36,20 @@ NAMES = (
     *(f"load_box<{rows}, false>" for rows in (8, 64, 256)),
     *(f"load_box<{rows}, true>" for rows in (16, 96, 256)),
     *(f"store_boxes<{32 * size}>" for size in (128, 80)),
+    *(f"load_expert_box<{rows}, false>" for rows in (64, 256)),
+    *(f"load_expert_box<{rows}, true>" for rows in (64, 256)),
     *(f"copy_small<{size}>" for size in (4, 8, 16)),
     *(f"multiply<{kind}, {n}, {str(more).lower()}>" for kind, n, more in PRODUCTS),
     *(f"multiply_sparse<{n}, {bf16}, {more}>" for n, bf16, more in SPARSE),
     *(f"exchange<{size}>" for size in (2, 4, 8)),
+    *(f"share_maxima<{size}>" for size in (1, 2, 4, 8)),
     *(f"share<{size}, {stages}>" for size, stages in SHARES),
     *(f"convert_all<{out}>" for out in DTYPES),
     *(f"row_scales<{rows}>" for rows in (64, 192)),
     *(f"{name}<{bf16}>" for name in ("multiply_pairs", "expand_units") for bf16 in BOOLEANS),
     *("reverse_in_pairs", "trade_registers", "read_bias", "visit", "gelu_all"),
     *("copy_bulk", "expand_blocks", "rows_of_experts", "decode_bytes", "widen_halves"),
+    *("copy_partly", "write_late", "read_after"),
 )
 
 
@@ -84,15 +88,17 @@ def test_every_function_of_the_headers_has_a_use():
 # --- on a GPU ------------------------------------------------------------------------------------
 
 
-def launch(name, parameters, threads, blocks=1, shared=0, cluster=1):
+def launch(name, parameters, threads, blocks=1, shared=0, cluster=1, **more):
     """Run a kernel of headers.cu; tensors are passed as their addresses."""
     device = torch.cuda.current_device()
     function = kernel_function(SOURCE, name, "sm_90a", device, shared)
     passed = tuple(
         ctypes.c_void_p(p.data_ptr()) if isinstance(p, torch.Tensor) else p for p in parameters
     )
-    Launch(device, function, (blocks, 1, 1), threads, shared, cluster, passed).on_current_stream()
-    torch.cuda.synchronize()
+    grid = blocks, 1, 1
+    Launch(device, function, grid, threads, shared, cluster, passed, **more).on_current_stream()
+    if not more:
+        torch.cuda.synchronize()
 
 
 def codes(shape, generator):
@@ -213,6 +219,98 @@ def test_small_copies_fill_with_zeros(size, generator):
         launch(f"copy_small<{size}>", (given.cuda(), out, ctypes.c_uint(valid)), 32)
         kept = torch.tensor([valid >> lane & 1 for lane in range(32)], dtype=torch.uint8)
         assert torch.equal(out.cpu(), given * kept[:, None])
+
+
+@pytest.mark.gpu
+def test_parts_of_16_bytes(generator):
+    given = torch.randint(1, 256, (32, 16), generator=generator).byte()
+    out = torch.full((32, 16), 0xAA, dtype=torch.uint8, device="cuda")
+    launch("copy_partly", (given.cuda(), out), 32)
+    kept = torch.arange(16) < torch.arange(32)[:, None] % 17
+    assert torch.equal(out.cpu(), given * kept)
+
+
+def boxed(got, box):
+    """Rows of a box, from shared memory as the 128-byte swizzle leaves it."""
+    row, column = torch.arange(box)[:, None], torch.arange(128)[None]
+    place = row * 128 + (column // 16 ^ row % 8) * 16 + column % 16
+    return got[place.flatten()].view(box, 128)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("box", (64, 256))
+def test_tma_box_of_an_expert(box, generator):
+    experts, rows, columns, pitch = 3, 150, 200, 208
+    memory = torch.randint(0, 256, (experts, rows + 2, pitch), generator=generator).byte()
+    there = memory.cuda()
+    steps = (there.stride(0), pitch)
+    described = tensor_map.encode_experts(there.data_ptr(), (experts, rows, columns), steps, box)
+    wide = torch.zeros(experts, rows + 256, columns + 256, dtype=torch.uint8)
+    wide[:, :rows, :columns] = memory[:, :rows, :columns]
+    for x, y, e in ((0, 0, 0), (128, 64, 2), (128, 100, 1), (256, 0, 0), (0, 152, 2)):
+        out = torch.full((box * 128,), 0xAA, dtype=torch.uint8, device="cuda")
+        at = (ctypes.c_int(x), ctypes.c_int(y), ctypes.c_int(e))
+        launch(f"load_expert_box<{box}, false>", (described, out, *at), 128, shared=box * 128 + 2048)
+        want = wide[e, y : y + box, x : x + 128]
+        assert torch.equal(boxed(out.cpu(), box), want), f"box at {x}, {y} of expert {e}"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("interleaved", (False, True))
+@pytest.mark.parametrize("box", (64, 256))
+def test_tma_box_of_pairs(box, interleaved, generator):
+    """Eight rows, then their partners, which are half of the rows away or the next ones."""
+    experts, pairs, columns, pitch = 3, 88, 200, 208
+    memory = torch.randint(0, 256, (experts, 2 * pairs, pitch), generator=generator).byte()
+    there = memory.cuda()
+    steps = (there.stride(0), *((2 * pitch, pitch) if interleaved else (pitch, pairs * pitch)))
+    described = tensor_map.encode_pairs(
+        there.data_ptr(), (experts, pairs, columns), steps, box // 16
+    )
+    of_pair = memory.view(experts, pairs, 2, pitch)
+    if not interleaved:
+        of_pair = memory.view(experts, 2, pairs, pitch).transpose(1, 2)
+    wide = torch.zeros(experts, pairs + 256, 2, columns + 256, dtype=torch.uint8)
+    wide[:, :pairs, :, :columns] = of_pair[..., :columns]
+    for x, block, e in ((0, 0, 0), (128, 4, 2), (128, 10, 1), (256, 0, 0), (0, 11, 2)):
+        out = torch.full((box * 128,), 0xAA, dtype=torch.uint8, device="cuda")
+        at = (ctypes.c_int(x), ctypes.c_int(block), ctypes.c_int(e))
+        launch(f"load_expert_box<{box}, true>", (described, out, *at), 128, shared=box * 128 + 2048)
+        want = wide[e, 8 * block : 8 * block + box // 2, :, x : x + 128]
+        want = want.view(box // 16, 8, 2, 128).transpose(1, 2).reshape(box, 128)
+        assert torch.equal(boxed(out.cpu(), box), want), f"box at {x}, block {block}, expert {e}"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", (1, 2, 4, 8))
+def test_maxima_over_a_cluster(size, generator):
+    clusters, rounds = 40, 50
+    given = integers((clusters, size, rounds, 64), generator)
+    out = torch.zeros_like(given, device="cuda")
+    blocks = clusters * size
+    launch(
+        f"share_maxima<{size}>",
+        (given.cuda(), out, ctypes.c_int(rounds)),
+        64,
+        blocks=blocks,
+        cluster=size,
+    )
+    slot = (torch.arange(64) * 7 + torch.arange(rounds)[:, None]) % 64 // 2
+    unsigned = given.long() & 0xFFFFFFFF
+    want = torch.zeros(clusters, size, rounds, 64, dtype=torch.long)
+    want.scatter_reduce_(3, slot.expand_as(unsigned), unsigned, "amax")
+    want = want.amax(1, keepdim=True).expand(-1, size, -1, -1)
+    assert torch.equal(out.cpu().long() & 0xFFFFFFFF, want)
+
+
+@pytest.mark.gpu
+def test_a_kernel_that_overlaps_sees_what_the_one_before_wrote():
+    blocks = 64
+    there, out = (torch.zeros(blocks * 32, dtype=torch.int32, device="cuda") for _ in "ab")
+    for value in (5, 7000, 11):
+        launch("write_late", (there, ctypes.c_int(value)), 32, blocks=blocks, overlaps=False)
+        launch("read_after", (there, out), 32, blocks=blocks, overlaps=True)
+        assert torch.equal(out.cpu(), torch.arange(blocks * 32, dtype=torch.int32) + value)
 
 
 def multiplied(kind, n, more, a, b):

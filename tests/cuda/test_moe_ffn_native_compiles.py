@@ -1,0 +1,86 @@
+"""The native kernels of moe_ffn compile with NVRTC alone, to the instructions they promise."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("cuda.core", reason="needs cuda-core: pip install 'farro[cuda]'")
+
+from farro.formats.int8_group import GROUP_SIZES
+from farro.ops.moe_ffn import sm90, sm90_configs
+from farro.ops.moe_ffn.sm90_configs import Tile
+
+from .sass import check_products, compiled, disassembled, flushes
+
+SPREAD = (
+    (Tile(8, 1, 1, 5, 4), 256),
+    (Tile(16, 2, 1, 5, 2), 128),
+    (Tile(32, 4, 1, 5), 64),
+    (Tile(64, 2, 2, 4), 32),
+    (Tile(128, 2, 2, 4), 128),
+)
+
+
+def check(tile, gated, group_size, tmp_path):
+    what = f"{tile} {'gate/up' if gated else 'down'} G{group_size}"
+    assert sm90_configs.refuses_tile(tile, gated, group_size, 128) is None, what
+    kernel = compiled(*sm90.kernel_name(tile, gated, group_size))
+    lines = disassembled(kernel.cubin, tmp_path)
+    widths = {max(8, tile.routes // n) for n in (1, 2, 4)}
+    products = [i for i, line in enumerate(lines) if "IGMMA" in line]
+    found = {n for n in widths if any(f"IGMMA.64x{n}x32.S8.S8 " in lines[i] for i in products)}
+    assert found == widths, what
+    first = min(products)
+    kept = [line for line in lines if "IGMMA" not in line or f".64x{tile.routes}x" in line]
+    widest = f"IGMMA.64x{tile.routes}x32.S8.S8"
+    check_products(
+        kernel, [x if "STL" not in x else "" for x in kept], widest, group_size // 32, what
+    )
+    # where warpgroups exchange registers, those that copy may spill; those that multiply may not
+    exchanged = sm90_configs.exchanges(tile)
+    assert kernel.stack <= (128 if exchanged else 16), f"{what}: {kernel.stack} bytes of stack"
+    inside = lines[first : max(products)]
+    spilt = sum("STL" in line or "LDL" in line for line in inside)
+    assert spilt <= 2, f"{what}: {spilt} spills among the products"
+    launched = min(65536 // (tile.threads * tile.ctas) // 8 * 8, 240)
+    if exchanged:  # setmaxnreg moves registers only if all are taken at launch
+        assert kernel.registers == launched, what
+    else:
+        assert kernel.registers <= launched, what
+    assert any(f"UTMALDG.{5 if gated else 3}D" in line for line in lines), what
+    assert any("LDGSTS.E.BYPASS.128" in line for line in lines) == gated, what
+    assert any("UCGABAR_ARV" in line for line in lines) == (
+        sm90_configs.cluster_of(tile, gated, group_size) > 1
+    ), what
+    assert gated or not flushes(lines), what  # expf has flushes of its own
+    assert any("ACQBULK" in line for line in lines), f"{what}: never waits for the kernel before"
+
+
+@pytest.mark.parametrize("gated", (True, False), ids=("gate_up", "down"))
+@pytest.mark.parametrize(("tile", "group_size"), SPREAD, ids=str)
+def test_each_kind_of_tile(tile, group_size, gated, tmp_path):
+    check(tile, gated, group_size, tmp_path)
+
+
+def test_routing_and_sum(tmp_path):
+    for dtype in (torch.int32, torch.int64):
+        for cluster in (1, 8):
+            kernel = compiled(*sm90.plan_name(dtype, cluster))
+            assert kernel.registers <= 64 and kernel.stack == 0
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        for vector in (1, 8):
+            kernel = compiled(*sm90.sum_name(dtype, vector))
+            lines = disassembled(kernel.cubin, tmp_path)
+            assert kernel.stack == 0
+            assert not any("FFMA" in line for line in lines), "products are rounded, then added"
+            assert any("LDG.E.128" in line for line in lines) == (vector == 8)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("group_size", GROUP_SIZES)
+def test_every_tile(group_size, tmp_path):
+    for gated in (True, False):
+        for tile in sm90_configs.tiles(gated, group_size, 128):
+            check(tile, gated, group_size, tmp_path)
