@@ -250,7 +250,9 @@ def test_tma_box_of_an_expert(box, generator):
     for x, y, e in ((0, 0, 0), (128, 64, 2), (128, 100, 1), (256, 0, 0), (0, 152, 2)):
         out = torch.full((box * 128,), 0xAA, dtype=torch.uint8, device="cuda")
         at = (ctypes.c_int(x), ctypes.c_int(y), ctypes.c_int(e))
-        launch(f"load_expert_box<{box}, false>", (described, out, *at), 128, shared=box * 128 + 2048)
+        launch(
+            f"load_expert_box<{box}, false>", (described, out, *at), 128, shared=box * 128 + 2048
+        )
         want = wide[e, y : y + box, x : x + 128]
         assert torch.equal(boxed(out.cpu(), box), want), f"box at {x}, {y} of expert {e}"
 
@@ -275,7 +277,8 @@ def test_tma_box_of_pairs(box, interleaved, generator):
     for x, block, e in ((0, 0, 0), (128, 4, 2), (128, 10, 1), (256, 0, 0), (0, 11, 2)):
         out = torch.full((box * 128,), 0xAA, dtype=torch.uint8, device="cuda")
         at = (ctypes.c_int(x), ctypes.c_int(block), ctypes.c_int(e))
-        launch(f"load_expert_box<{box}, true>", (described, out, *at), 128, shared=box * 128 + 2048)
+        shared = box * 128 + 2048
+        launch(f"load_expert_box<{box}, true>", (described, out, *at), 128, shared=shared)
         want = wide[e, 8 * block : 8 * block + box // 2, :, x : x + 128]
         want = want.view(box // 16, 8, 2, 128).transpose(1, 2).reshape(box, 128)
         assert torch.equal(boxed(out.cpu(), box), want), f"box at {x}, block {block}, expert {e}"

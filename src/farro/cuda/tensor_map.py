@@ -82,7 +82,9 @@ def encode_pairs(
     experts, pairs, columns = sizes
     of_expert, of_pair, partner = steps
     strides = (of_pair, partner, 8 * of_pair, of_expert)
-    return _encode(address, (columns, 8, 2, pairs // 8, experts), strides, (128, 8, 2, box_blocks, 1))
+    return _encode(
+        address, (columns, 8, 2, pairs // 8, experts), strides, (128, 8, 2, box_blocks, 1)
+    )
 
 
 def _encode(

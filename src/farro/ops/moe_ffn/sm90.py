@@ -297,8 +297,10 @@ class Layer:
             if not i:
                 return _All(plan, total)
             place = (routes, scratch, base, group_size)
-            gate_up = gate_up_launch(self.config.gate_up, *given[:4], *place, interleaved)
-            down = down_launch(self.config.down, *given[4:6], *place)
+            weights = w_gate_up, scale_gate_up
+            tile = self.config.gate_up
+            gate_up = gate_up_launch(tile, x, scale_x, *weights, *place, interleaved)
+            down = down_launch(self.config.down, w_down, scale_down, *place)
             return _All(plan, gate_up, down, total)
 
         self.prepared.run(out.device, (*given, out, memory), prepare)

@@ -173,7 +173,7 @@ def why_not(problem: Problem) -> str | None:
 
 
 def must_run(problem: Problem) -> bool:
-    """Any routes, group, layout of gate/up and scales, where rows begin at multiples of 16 bytes."""
+    """Any routes, group, layout and scales, where rows begin at multiples of 16 bytes."""
     s = sizes(problem)
     few = s.tokens * s.topk <= 1 << 22 and max(s.h, s.i) <= 1 << 20
     if not few or s.h % 16 or s.i % 16:
