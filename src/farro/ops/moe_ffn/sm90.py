@@ -296,11 +296,10 @@ class Layer:
             total = sum_launch(topk_weights, out, scratch, base)
             if not i:
                 return _All(plan, total)
-            place = (routes, scratch, base, group_size)
-            weights = w_gate_up, scale_gate_up
-            tile = self.config.gate_up
-            gate_up = gate_up_launch(tile, x, scale_x, *weights, *place, interleaved)
-            down = down_launch(self.config.down, w_down, scale_down, *place)
+            first = (self.config.gate_up, x, scale_x, w_gate_up, scale_gate_up)
+            gate_up = gate_up_launch(*first, routes, scratch, base, group_size, interleaved)
+            second = (self.config.down, w_down, scale_down)
+            down = down_launch(*second, routes, scratch, base, group_size)
             return _All(plan, gate_up, down, total)
 
         self.prepared.run(out.device, (*given, out, memory), prepare)
