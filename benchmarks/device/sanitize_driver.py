@@ -31,9 +31,10 @@ from farro.ops.fp8_quantize import FUNCTIONS
 from farro.ops.fp8_swiglu_quantize import sm90 as fp8_swiglu
 from farro.ops.int8_gemm import sm90, triton
 from farro.ops.int8_gemm.sm90 import Config
+from farro.ops.moe_ffn import sm90 as moe
 from farro.ops.nvfp4_group_mm import sm90 as nvfp4
 from farro.problem import Problem
-from farro.testing import CASES, assert_bit_equal
+from farro.testing import CASES, MoeCase, assert_bit_equal
 from farro.testing.nvfp4_group_mm import GroupCase
 
 NATIVE = (
@@ -75,6 +76,13 @@ NVFP4 = (
     nvfp4.Config(3, 128, 1, 4, False),
     nvfp4.Config(2, 256, 1, 3, False),
     nvfp4.Config(4, 64, 2, 3, True),
+)
+MOE = (  # with a group size each; clusters of 8, 2 and 1
+    (moe.Tile(8, 1, 1, 5, 4), 256),
+    (moe.Tile(16, 2, 1, 5, 2), 128),
+    (moe.Tile(32, 4, 1, 5), 64),
+    (moe.Tile(64, 2, 2, 4), 32),
+    (moe.Tile(128, 2, 2, 4), 128),
 )
 DTYPES = (torch.bfloat16, torch.float32, torch.float16)
 
@@ -223,6 +231,24 @@ def nvfp4_products():
     return runs
 
 
+def moe_layers():
+    """Tails of H, I, routes and groups, experts without routes; then more tiles than SMs."""
+    runs = 0
+    for turn, (tile, group_size) in enumerate(MOE):
+        layout = ("concatenated", "interleaved")[turn % 2]
+        cases = [MoeCase("layer", 70, 3, 6, 2 * group_size + 32, 400, group_size, layout)]
+        if turn in (1, 4):  # a plan by a cluster too
+            cases.append(MoeCase("large", 2100, 2, 5, 1040, 784, group_size, layout))
+        for case in cases:
+            call = case.build("cuda", 7)
+            out = torch.full_like(call.expected[0], float("nan"), device="cuda")
+            moe.run(moe.Config(tile, tile), *call.operands, out, group_size, call.interleaved)
+            torch.cuda.synchronize()
+            assert_bit_equal(out.cpu(), call.expected[0], f"{case} {tile}")
+            runs += 1
+    return runs
+
+
 def through_triton():
     runs = 0
     for m in (150, 8):
@@ -295,7 +321,8 @@ def main():
     if lacking:
         print(f"native kernels skipped: {lacking}")
     else:
-        print(f"{native() + native_fp8() + nvfp4_products()} native launches right")
+        runs = native() + native_fp8() + nvfp4_products() + moe_layers()
+        print(f"{runs} native launches right")
     lacking = not_installed("triton")
     print(f"Triton skipped: {lacking}" if lacking else f"{through_triton()} Triton launches right")
 

@@ -13,12 +13,12 @@ from farro.ops.moe_ffn.sm90_configs import Tile
 
 from .sass import check_products, compiled, disassembled, flushes
 
-SPREAD = (
-    (Tile(8, 1, 1, 5, 4), 256),
-    (Tile(16, 2, 1, 5, 2), 128),
-    (Tile(32, 4, 1, 5), 64),
-    (Tile(64, 2, 2, 4), 32),
-    (Tile(128, 2, 2, 4), 128),
+SPREAD = (  # gate/up or down; the slow sweep has all
+    (Tile(8, 1, 1, 5, 4), 256, True),
+    (Tile(16, 2, 1, 5, 2), 128, False),
+    (Tile(32, 4, 1, 5), 64, True),
+    (Tile(64, 2, 2, 4), 32, False),
+    (Tile(128, 2, 2, 4), 128, True),
 )
 
 
@@ -53,28 +53,26 @@ def check(tile, gated, group_size, tmp_path):
     assert any("UCGABAR_ARV" in line for line in lines) == (
         sm90_configs.cluster_of(tile, gated, group_size) > 1
     ), what
-    assert gated or not flushes(lines), what  # expf has flushes of its own
+    # __frcp_rn and __fdiv_rn negate with flushes, what is no subnormal
+    assert not flushes([x for x in lines if not (gated and "FADD.FTZ" in x)]), what
     assert any("ACQBULK" in line for line in lines), f"{what}: never waits for the kernel before"
 
 
-@pytest.mark.parametrize("gated", (True, False), ids=("gate_up", "down"))
-@pytest.mark.parametrize(("tile", "group_size"), SPREAD, ids=str)
+@pytest.mark.parametrize(("tile", "group_size", "gated"), SPREAD, ids=str)
 def test_each_kind_of_tile(tile, group_size, gated, tmp_path):
     check(tile, gated, group_size, tmp_path)
 
 
 def test_routing_and_sum(tmp_path):
-    for dtype in (torch.int32, torch.int64):
-        for cluster in (1, 8):
-            kernel = compiled(*sm90.plan_name(dtype, cluster))
-            assert kernel.registers <= 64 and kernel.stack == 0
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        for vector in (1, 8):
-            kernel = compiled(*sm90.sum_name(dtype, vector))
-            lines = disassembled(kernel.cubin, tmp_path)
-            assert kernel.stack == 0
-            assert not any("FFMA" in line for line in lines), "products are rounded, then added"
-            assert any("LDG.E.128" in line for line in lines) == (vector == 8)
+    for dtype, cluster in ((torch.int32, 8), (torch.int64, 1)):
+        kernel = compiled(*sm90.plan_name(dtype, cluster))
+        assert kernel.registers <= 64 and kernel.stack == 0
+    for dtype, vector in ((torch.bfloat16, 8), (torch.float16, 8), (torch.float32, 1)):
+        kernel = compiled(*sm90.sum_name(dtype, vector))
+        lines = disassembled(kernel.cubin, tmp_path)
+        assert kernel.stack == 0
+        assert not any("FFMA" in line for line in lines), "products are rounded, then added"
+        assert any("LDG.E.128" in line for line in lines) == (vector == 8)
 
 
 @pytest.mark.slow

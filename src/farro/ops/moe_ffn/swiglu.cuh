@@ -11,13 +11,22 @@ __device__ __forceinline__ float2 rounded_to_bf16(float a, float b) {
   return {__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u)};
 }
 
-// x / (1 + exp(-x)) within some units in the last place; exp is taken of -|x|, which does not overflow,
-// so -Inf gives NaN. The divisor is 1 to 2: its reciprocal is within a unit, and that of 1 is 1.
+// x / (1 + exp(-x)) within some units in the last place; -Inf gives NaN. exp is taken of -|x|, which does not
+// overflow, as 2^r * 2^(n + 64) * 2^-64: none of the three is below the normal numbers where the result is not, and
+// x comes before the last. n is added to a number whose unit is 1, with 127 + 64, so that its bits, moved, are
+// 2^(n + 64). Below -120 the result is 0, and so is 2^r in the end. The divisor is 1 to 2: its reciprocal is
+// within a unit, and that of 1 is 1.
 __device__ __forceinline__ float silu(float x) {
-  const float e = expf(-fabsf(x));
-  float inverse;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(__fadd_rn(1.0f, e)));
-  return __fmul_rn(x < 0.0f ? __fmul_rn(x, e) : x, inverse);
+  constexpr float kLog2E = 1.4426950408889634f, kUnit = 12582912.0f + 127 + 64, kLast = 0x1p-64f;
+  const float t = -fabsf(x);
+  const float shifted = __fmaf_rn(fmaxf(t, -120.0f), kLog2E, kUnit), n = __fsub_rn(shifted, kUnit);
+  // ln(2) in two parts, of which n times the first is exact
+  const float remainder = __fmaf_rn(n, 2.1219444005469057e-4f, __fmaf_rn(n, -0.693359375f, t));
+  float power, inverse;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(__fmul_rn(remainder, kLog2E)));
+  power = __fmul_rn(power, __uint_as_float(__float_as_uint(shifted) << 23));
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(__fmaf_rn(power, kLast, 1.0f)));
+  return __fmul_rn(x < 0.0f ? __fmul_rn(__fmul_rn(x, power), kLast) : x, inverse);
 }
 
 // A group's scale, and what its codes are made with: the scale's inverse, or -1 where all are 0. From the
