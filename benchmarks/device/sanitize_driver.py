@@ -29,7 +29,7 @@ from farro.ops.fp8_blockwise_linear import sm90 as fp8_blockwise
 from farro.ops.fp8_linear import sm90 as fp8_linear
 from farro.ops.fp8_quantize import FUNCTIONS
 from farro.ops.fp8_swiglu_quantize import sm90 as fp8_swiglu
-from farro.ops.int8_gemm import sm90, triton
+from farro.ops.int8_gemm import sm90_launch, triton
 from farro.ops.int8_gemm.sm90 import Config
 from farro.ops.moe_ffn import sm90 as moe
 from farro.ops.nvfp4_group_mm import sm90 as nvfp4
@@ -137,10 +137,10 @@ def native():
         for i, config in enumerate(NATIVE):
             m = 150 if config.policy == "large" else 20
             operands, want = problem(m, 200, 1100, group_size, DTYPES[i % 3])
-            runs += check(sm90.run, config, operands, want, group_size)
+            runs += check(sm90_launch.run, config, operands, want, group_size)
     operands, want = problem(2000, 1300, 300, 128, torch.bfloat16)
     for config in NATIVE[1:3]:
-        runs += check(sm90.run, config, operands, want, 128)
+        runs += check(sm90_launch.run, config, operands, want, 128)
     return runs
 
 

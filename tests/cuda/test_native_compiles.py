@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("cuda.core", reason="needs cuda-core: pip install 'farro[cuda]'")
 
-from farro.ops.int8_gemm import sm90
+from farro.ops.int8_gemm import sm90_launch
 
 from ..ops.sm90_forced import GROUP_SIZES, shapes
 from .sass import check_products, compiled, disassembled, flushes, some_held
@@ -17,7 +17,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 def check(config, group_size, dtype, tmp_path):
     what = f"{config} G{group_size} {dtype}"
-    kernel = compiled(*sm90.kernel_name(config, group_size, dtype))
+    kernel = compiled(*sm90_launch.kernel_name(config, group_size, dtype))
     lines = disassembled(kernel.cubin, tmp_path)
     columns = config.columns if config.policy == "large" else config.rows // config.consumers
     waves = config.rows // 128 if config.policy == "large" else 1

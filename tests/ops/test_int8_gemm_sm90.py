@@ -18,7 +18,7 @@ import farro
 from farro import tuning
 from farro.arch import arch_named
 from farro.cuda import jit
-from farro.ops.int8_gemm import sm90
+from farro.ops.int8_gemm import sm90, sm90_launch
 from farro.ops.int8_gemm.sm90 import Config
 from farro.problem import Problem, TensorSpec
 
@@ -68,7 +68,7 @@ def test_every_choice_is_legal(m, n, k, group_size, device):
     chosen = sm90.config(problem_of(m, n, k, group_size, device))
     assert sm90.is_legal(chosen, group_size, m)
     assert sm90.shared_bytes(chosen, group_size) <= sm90.SHARED_LIMIT == 227 * 1024
-    x, y, z = sm90._grid(chosen, m, n, 132)
+    x, y, z = sm90_launch._grid(chosen, m, n, 132)
     assert 1 <= x < 2**31 and 1 <= y <= 65535 and z == 1
     if chosen.policy == "small":
         assert x % chosen.cluster == 0 and x // chosen.cluster * chosen.columns >= n
@@ -247,11 +247,11 @@ def test_parameters_lie_as_the_kernel_reads_them(policy, tmp_path):
     for declaration in filter(None, map(str.strip, declarations)):
         kind, names = re.fullmatch(r"((?:const )?\w+\*?) (.*)", declaration, re.DOTALL).groups()
         fields += [(name.strip(), wide[kind]) for name in names.split(",")]
-    ours = [(name, ctypes.sizeof(kind)) for name, kind in sm90._Parameters._fields_]
+    ours = [(name, ctypes.sizeof(kind)) for name, kind in sm90_launch._Parameters._fields_]
     assert fields == ours
     facts = [
         f"static_assert(__builtin_offsetof(Problem, {name}) == "
-        f"{getattr(sm90._Parameters, name).offset} && sizeof(Problem::{name}) == {size});"
+        f"{getattr(sm90_launch._Parameters, name).offset} && sizeof(Problem::{name}) == {size});"
         for name, size in fields
     ]
     compiles(f'#include "{source_of(policy)}"\n' + "\n".join(facts), tmp_path)

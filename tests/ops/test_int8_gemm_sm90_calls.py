@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import farro
-from farro.ops.int8_gemm import sm90
+from farro.ops.int8_gemm import sm90_launch
 
 from .sm90_forced import (
     BF16,
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.gpu
 def compiled():
     skip_without_it()
     compile_all(
-        [sm90.kernel_name(c, g, d) for c in SOME for g in GROUP_SIZES for d in (FP32, BF16)]
+        [sm90_launch.kernel_name(c, g, d) for c in SOME for g in GROUP_SIZES for d in (FP32, BF16)]
     )
 
 
@@ -92,7 +92,7 @@ def test_capture_of_addresses_never_seen(generator):
 def test_capture_of_a_kernel_never_compiled(generator, monkeypatch):
     from farro.cuda import jit, launch
 
-    monkeypatch.setattr(sm90, "kernel_function", launch.kernel_function.__wrapped__)
+    monkeypatch.setattr(sm90_launch, "kernel_function", launch.kernel_function.__wrapped__)
     monkeypatch.setattr(jit, "load", jit.load.__wrapped__)
     inputs = operands(33, 200, 300, 64, generator)
     out = torch.zeros(33, 200, device="cuda")

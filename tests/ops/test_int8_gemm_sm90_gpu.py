@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import farro
-from farro.ops.int8_gemm import sm90
+from farro.ops.int8_gemm import sm90, sm90_launch
 from farro.ops.int8_gemm.sm90 import Config
 from farro.testing import assert_bit_equal
 
@@ -48,7 +48,7 @@ def depths(group_size):
 def compiled():
     skip_without_it()
     wanted = [
-        sm90.kernel_name(config, group_size, dtype)
+        sm90_launch.kernel_name(config, group_size, dtype)
         for group_size in GROUP_SIZES
         for policy in ("large", "small")
         for config in shapes(policy, group_size)
@@ -56,8 +56,8 @@ def compiled():
         if dtype is FP32 or config in SOME
     ]
     chosen = [(sm90.heuristic(m, 1000, 2560, g), g) for m in CHOICES for g in GROUP_SIZES]
-    wanted += [sm90.kernel_name(c, g, FP32) for g in GROUP_SIZES for c in depths(g)]
-    compile_all(wanted + [sm90.kernel_name(config, g, FP32) for config, g in chosen])
+    wanted += [sm90_launch.kernel_name(c, g, FP32) for g in GROUP_SIZES for c in depths(g)]
+    compile_all(wanted + [sm90_launch.kernel_name(config, g, FP32) for config, g in chosen])
 
 
 @pytest.mark.parametrize("policy", ("large", "small"))

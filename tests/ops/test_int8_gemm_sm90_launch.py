@@ -9,7 +9,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from farro.ops.int8_gemm import KERNELS, sm90
+from farro.ops.int8_gemm import KERNELS, sm90, sm90_launch
 from farro.ops.int8_gemm.sm90 import Config
 from farro.testing import assert_bit_equal
 
@@ -29,9 +29,9 @@ def driver(monkeypatch):
         def on_current_stream(self):
             self.fired += 1
 
-    monkeypatch.setattr(sm90, "Launch", Launch)
-    monkeypatch.setattr(sm90, "kernel_function", lambda *what: what)
-    monkeypatch.setattr(sm90.tensor_map, "encode", lambda *what: what)
+    monkeypatch.setattr(sm90_launch, "Launch", Launch)
+    monkeypatch.setattr(sm90_launch, "kernel_function", lambda *what: what)
+    monkeypatch.setattr(sm90_launch.tensor_map, "encode", lambda *what: what)
     count = types.SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: count)
 
@@ -52,7 +52,7 @@ def matrix(rows, columns, strides, offset, dtype=torch.float32):
 def prepared(config, m, n, k, group_size, scale_a, scale_b, out, bias=None):
     a = matrix(m, k, (-(-k // 16) * 16, 1), 0, torch.int8)
     b = matrix(n, k, (-(-k // 16) * 16, 1), 0, torch.int8).T
-    return sm90._prepare(config, a, b, scale_a, scale_b, bias, out, group_size), a, b
+    return sm90_launch._prepare(config, a, b, scale_a, scale_b, bias, out, group_size), a, b
 
 
 strides = st.tuples(st.integers(0, 9), st.sampled_from([1, 1, 1, 2, 5]), st.booleans())
@@ -139,7 +139,7 @@ def test_parameters_and_maps(driver):
 def test_a_single_row_gets_a_pitch_that_the_copy_engine_takes(driver):
     a, b = matrix(1, 100, (7, 1), 0, torch.int8), matrix(1, 100, (3, 1), 0, torch.int8).T
     scale = matrix(1, 1, (1, 1), 0)
-    launch = sm90._prepare(SMALL, a, b, scale, scale, None, matrix(1, 1, (5, 3), 0), 256)
+    launch = sm90_launch._prepare(SMALL, a, b, scale, scale, None, matrix(1, 1, (5, 3), 0), 256)
     for _, rows, columns, pitch, *_ in launch.parameters[:2]:
         assert (rows, columns, pitch) == (1, 100, 112)
 
@@ -150,7 +150,7 @@ def test_large_strides_reach_the_kernel_whole(driver):
     out = meta.as_strided((9, 4), (far, 2**31))
     scale_a, scale_b = meta.as_strided((9, 1), (far, 1)), meta.as_strided((1, 4), (1, far))
     a, b = meta.char().as_strided((9, 64), (far, 1)), meta.char().as_strided((64, 4), (1, far))
-    launch = sm90._prepare(LARGE, a, b, scale_a, scale_b, None, out, 64)
+    launch = sm90_launch._prepare(LARGE, a, b, scale_a, scale_b, None, out, 64)
     p = launch.parameters[-1]
     assert (p.out_row, p.out_column, p.scale_a_row, p.scale_b_column) == (far, 2**31, far, far)
     assert [m[3] for m in launch.parameters[:2]] == [far, far]
@@ -161,38 +161,41 @@ def test_large_strides_reach_the_kernel_whole(driver):
 
 def test_a_launch_for_each_set_of_addresses(driver, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device", lambda device: torch.no_grad())
-    monkeypatch.setattr(sm90, "_LAUNCHES", {})
-    monkeypatch.setattr(sm90, "_LAUNCH_LIMIT", 100)
+    monkeypatch.setattr(sm90_launch, "_LAUNCHES", {})
+    monkeypatch.setattr(sm90_launch, "_LAUNCH_LIMIT", 100)
     a, b = matrix(4, 64, (64, 1), 0, torch.int8), matrix(8, 64, (64, 1), 0, torch.int8).T
     scale_a, scale_b = matrix(4, 1, (1, 1), 0), matrix(1, 8, (8, 1), 0)
     outs = torch.empty(120, 4, 8)
-    bound = sm90.bind(SMALL)
+    bound = sm90_launch.bind(SMALL)
     for out in outs:
         for _ in range(2):
             bound(a, b, scale_a, scale_b, None, out, 256)
-        newest = next(reversed(sm90._LAUNCHES.values()))
+        newest = next(reversed(sm90_launch._LAUNCHES.values()))
         assert newest.fired == 2 and newest.parameters[-1].out == out.data_ptr()
-    assert len(sm90._LAUNCHES) == 100  # bounded: the oldest left
+    assert len(sm90_launch._LAUNCHES) == 100  # bounded: the oldest left
     bound(a, b, scale_a, scale_b, None, outs[0], 256)
-    newest = next(reversed(sm90._LAUNCHES.values()))
+    newest = next(reversed(sm90_launch._LAUNCHES.values()))
     assert newest.fired == 1 and newest.parameters[-1].out == outs[0].data_ptr()
-    assert len(sm90._LAUNCHES) == 100
+    assert len(sm90_launch._LAUNCHES) == 100
     # another problem with the same addresses has a launch of its own, within the same bound
-    sm90.bind(LARGE)(a, b, scale_a, scale_b, None, outs[0], 256)
-    assert next(reversed(sm90._LAUNCHES.values())).fired == 1 and len(sm90._LAUNCHES) == 100
+    sm90_launch.bind(LARGE)(a, b, scale_a, scale_b, None, outs[0], 256)
+    assert (
+        next(reversed(sm90_launch._LAUNCHES.values())).fired == 1
+        and len(sm90_launch._LAUNCHES) == 100
+    )
     # every operand counts
     others = [t.clone() for t in (a, scale_a, scale_b)]
-    before = set(sm90._LAUNCHES)
+    before = set(sm90_launch._LAUNCHES)
     bound(others[0], b, scale_a, scale_b, None, outs[-1], 256)
     bound(a, b, others[1], scale_b, None, outs[-1], 256)
     bound(a, b, scale_a, others[2], None, outs[-1], 256)
     bound(a, b, scale_a, scale_b, torch.zeros(8), outs[-1], 256)
-    assert len(set(sm90._LAUNCHES) - before) == 4
+    assert len(set(sm90_launch._LAUNCHES) - before) == 4
 
 
 def test_nothing_to_sum_needs_no_kernel():
     """K = 0 gives +0 or the bias; +0 + -0 is +0, as the reference's sum is."""
-    bound = sm90.bind(SMALL)
+    bound = sm90_launch.bind(SMALL)
     a, b = torch.empty(3, 0, dtype=torch.int8), torch.empty(0, 5, dtype=torch.int8)
     scales = torch.empty(3, 0), torch.empty(0, 5)
     bias = torch.tensor([1.0, -0.0, 0.0, float("nan"), 3.00001])
@@ -206,8 +209,8 @@ def test_nothing_to_sum_needs_no_kernel():
 
 
 def test_nothing_to_write_needs_no_kernel():
-    bound = sm90.bind(SMALL)
-    before = dict(sm90._LAUNCHES)
+    bound = sm90_launch.bind(SMALL)
+    before = dict(sm90_launch._LAUNCHES)
     a, b = torch.empty(0, 64, dtype=torch.int8), torch.empty(64, 5, dtype=torch.int8)
     bound(a, b, torch.empty(0, 1), torch.empty(1, 5), None, torch.empty(0, 5), 256)
-    assert before == sm90._LAUNCHES
+    assert before == sm90_launch._LAUNCHES

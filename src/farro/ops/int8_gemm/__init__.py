@@ -21,8 +21,8 @@ KERNELS = (
     Kernel(
         "int8_gemm.cuda_sm90",
         "cuda",
-        run="ops.int8_gemm.sm90:run",
-        bind="ops.int8_gemm.sm90:bind",
+        run="ops.int8_gemm.sm90_launch:run",
+        bind="ops.int8_gemm.sm90_launch:bind",
         needs=frozenset({"wgmma"}),
         why_not=sm90.why_not,
         config=sm90.config,
