@@ -129,7 +129,7 @@ def support() -> str:
         "# What runs where\n",
         "*validated*: `farro verify` compared the kernel with the reference, or the exact result, "
         "on such a device, and its report is in `benchmarks/results/<device>/validation.json`. "
-        "*compiles*: the test suite compiles it for that architecture, and nobody has run it there "
+        "*compiles*: the test suite compiles it for that architecture, and no such report is kept "
         "yet. *the formula*: plain torch operators, what the others are compared with. Empty: "
         "the architecture lacks what the kernel needs.\n",
         support_table(),
