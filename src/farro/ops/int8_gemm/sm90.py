@@ -228,7 +228,7 @@ def _few(rows: tuple[dict[str, Any], ...], problem: Problem) -> Config:
             return None
         tile = Config(**values)
         while m <= tile.rows * tile.cluster // 2 and tile.rows > 8 * tile.consumers:
-            tile = replace(tile, rows=tile.rows // 2)  # TMA takes its time for rows outside, too
+            tile = replace(tile, rows=tile.rows // 2)  # rows outside seem to cost TMA time
         rings = (replace(tile, stages=stages) for stages in reversed(_STAGES["small"]))
         fit = (c for c in rings if is_legal(c, group_size, m))
         return next((c for c in fit if _in_one_round(c, group_size, m, n, count)), None)
