@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from torch.nn.utils import parametrize
 
 from .checks import check_backend
 from .formats.int8_group import GROUP_SIZES
+from .module_sites import Site, find_sites
 from .nn import (
     DTYPES,
     FP8BlockLinear,
@@ -122,24 +122,13 @@ def _size(count: int) -> str:
     return f"{count} B"
 
 
-@dataclass
-class _Site:
-    """Every place (parent, attribute, dotted name) where one linear-like module is used.
-
-    It holds no reference to the module, so that each is freed as soon as it is swapped.
-    """
-
-    transposed: bool  # the weight is [K, N], as in transformers' Conv1D
-    places: list[tuple[torch.nn.Module, str, str]] = field(default_factory=list)
+class _Site(Site):
+    """Every place of one linear-like module."""
 
     @property
-    def name(self) -> str:
-        return self.places[0][2]
-
-    @property
-    def module(self) -> torch.nn.Module:
-        parent, attribute, _ = self.places[0]
-        return parent.get_submodule(attribute)
+    def transposed(self) -> bool:
+        """Whether the weight is [K, N], as in transformers' Conv1D."""
+        return _is_transposed(self.module)
 
     @property
     def weight(self) -> torch.Tensor:
@@ -195,18 +184,17 @@ def quantize_(
         No layer is swapped before all checks pass.
     """
     patterns = _check_arguments(model, scheme, skip, backend)
-    sites = _find_sites(model)
+    sites = find_sites(model, _is_linear, _Site)
     before = weight_bytes(model)
     reasons = _skip_reasons(model, sites, patterns, scheme)
     chosen = [site for site in sites if site.name not in reasons]
     mixtures = find_experts(model)
     for experts in mixtures:
-        names = [name for _, _, name in experts.places]
-        reason = _matched_pattern(names, patterns) or why_they_stay(experts, scheme)
+        reason = _matched_pattern(experts.names, patterns) or why_they_stay(experts, scheme)
         if reason:
             reasons[experts.name] = reason
     for site in chosen:
-        _check_finite(site)
+        site.check_finite(f"the weight of {site.name}", site.weight.detach())
     chosen_experts = [experts for experts in mixtures if experts.name not in reasons]
     for experts in chosen_experts:
         check_finite(experts)
@@ -217,8 +205,7 @@ def quantize_(
     }
     swapped = _swap(chosen, partial(SCHEMES[scheme], backend=backend))
     swapped += [_swap_experts(experts, scheme, backend) for experts in chosen_experts]
-    places = [*(site.places for site in sites), *(experts.places for experts in mixtures)]
-    names = [name for _, _, name in chain.from_iterable(places)]
+    names = [name for site in (*sites, *mixtures) for name in site.names]
     return QuantizeReport(
         scheme=scheme,
         swapped=tuple(swapped),
@@ -274,17 +261,6 @@ def _is_linear(module: torch.nn.Module) -> bool:
     return isinstance(module, torch.nn.Linear) or _is_transposed(module)
 
 
-def _find_sites(model: torch.nn.Module) -> list[_Site]:
-    sites: dict[int, _Site] = {}
-    for prefix, parent in model.named_modules(remove_duplicate=False):
-        for attribute, module in parent._modules.items():  # named_children hides a second use
-            if module is not None and _is_linear(module):
-                site = sites.setdefault(id(module), _Site(_is_transposed(module)))
-                name = f"{prefix}.{attribute}" if prefix else attribute
-                site.places.append((parent, attribute, name))
-    return list(sites.values())
-
-
 def _matches(pattern: str, name: str) -> bool:
     return fnmatchcase(name, pattern) or fnmatchcase(name.rpartition(".")[2], pattern)
 
@@ -295,8 +271,7 @@ def _skip_reasons(
     """Site name -> why it stays as it is."""
     reasons = {}
     for site in sites:
-        names = [name for _, _, name in site.places]
-        reason = _matched_pattern(names, patterns) or _why_not(site) or _misfit(site, scheme)
+        reason = _matched_pattern(site.names, patterns) or _why_not(site) or _misfit(site, scheme)
         if reason:
             reasons[site.name] = reason
     # a weight that something else keeps would be held twice, so its other users stay too
@@ -334,8 +309,8 @@ def _why_not(site: _Site) -> str | None:
         return f"{kind} is a subclass of Linear with a forward of its own"
     if type(site.weight) is not torch.nn.Parameter:
         return f"its weight is a {type(site.weight).__name__}, not a plain Parameter"
-    if "forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks:
-        return "it has hooks (or a patched forward), which a swap would drop; remove them first"
+    if hooks := site.hooks():
+        return hooks
     for name, tensor in (("weight", site.weight), ("bias", module.bias)):
         if isinstance(tensor, torch.Tensor) and tensor.dtype not in DTYPES:
             given = str(tensor.dtype).removeprefix("torch.")
@@ -356,17 +331,6 @@ def _misfit(site: _Site, scheme: str) -> str | None:
     return why_not(n, k) if why_not else None
 
 
-def _check_finite(site: _Site) -> None:
-    weight = site.weight.detach()
-    if weight.is_meta or weight.numel() == 0:
-        return
-    if not bool(torch.isfinite(torch.stack(torch.aminmax(weight))).all()):
-        raise ValueError(
-            f"quantize_: the weight of {site.name} holds NaN or Inf, for which there is no code; "
-            f"nothing was swapped: mend the checkpoint or pass skip=({site.name!r}, ...)"
-        )
-
-
 def _swap(chosen: list[_Site], make: Callable[..., QuantizedLinear]) -> list[SwappedLayer]:
     made: dict[Any, QuantizedLinear] = {}  # linears that share one weight share its codes
     swapped = []
@@ -379,18 +343,17 @@ def _swap(chosen: list[_Site], make: Callable[..., QuantizedLinear]) -> list[Swa
             before -= site.weight.numel() * site.weight.element_size()
             after -= new.tie_weight_(made[key])
         made[key] = new
-        name, *also = (name for _, _, name in site.places)
+        name, *also = site.names
         shape = (new.out_features, new.in_features)
         swapped.append(SwappedLayer(name, shape, before, after, tuple(also)))
-        for parent, attribute, _ in site.places:
-            setattr(parent, attribute, new)
+        site.put(new)
     return swapped
 
 
 def _swap_experts(site: ExpertSite, scheme: str, backend: str) -> SwappedLayer:
     before, shape = weight_bytes(site.module), site.shape
     after = weight_bytes(swap(site, scheme, backend))
-    name, *also = (name for _, _, name in site.places)
+    name, *also = site.names
     return SwappedLayer(name, shape, before, after, tuple(also))
 
 

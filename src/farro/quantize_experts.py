@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import torch
 
 from .formats.int8_group import GROUP_SIZES
 from .integrations.transformers import int8_experts, why_not
+from .module_sites import Site, find_sites
 from .nn import Int8Experts, SparseNVFP4Experts
 
 _PARTS = ("gate_up_proj", "down_proj")
@@ -34,20 +34,8 @@ MAKERS: dict[str, Callable[[torch.nn.Module, str], torch.nn.Module]] = {
 }
 
 
-@dataclass
-class ExpertSite:
-    """Every place (parent, attribute, dotted name) where one expert module is used."""
-
-    places: list[tuple[torch.nn.Module, str, str]] = field(default_factory=list)
-
-    @property
-    def name(self) -> str:
-        return self.places[0][2]
-
-    @property
-    def module(self) -> torch.nn.Module:
-        parent, attribute, _ = self.places[0]
-        return parent.get_submodule(attribute)
+class ExpertSite(Site):
+    """Every place of one expert module."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -60,13 +48,7 @@ def find_experts(model: torch.nn.Module) -> list[ExpertSite]:
 
     That is how transformers 5 holds them. Others that have these names are no experts.
     """
-    sites: dict[int, ExpertSite] = {}
-    for prefix, parent in model.named_modules(remove_duplicate=False):
-        for attribute, module in parent._modules.items():
-            if module is not None and _is_experts(module):
-                name = f"{prefix}.{attribute}" if prefix else attribute
-                sites.setdefault(id(module), ExpertSite()).places.append((parent, attribute, name))
-    return list(sites.values())
+    return find_sites(model, _is_experts, ExpertSite)
 
 
 def _is_experts(module: torch.nn.Module) -> bool:
@@ -90,9 +72,7 @@ def why_they_stay(site: ExpertSite, scheme: str) -> str | None:
     if scheme not in MAKERS:
         return f"{scheme} has no experts; {', '.join(MAKERS)} have"
     module = site.module
-    if "forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks:
-        return "it has hooks (or a patched forward), which a swap would drop; remove them first"
-    reason = why_not(module)
+    reason = site.hooks() or why_not(module)
     if reason is not None:
         return reason
     if scheme == "nvfp4-48":
@@ -107,19 +87,12 @@ def why_they_stay(site: ExpertSite, scheme: str) -> str | None:
 def check_finite(site: ExpertSite) -> None:
     """ValueError where a weight holds NaN or Inf."""
     for part, weight in zip(_PARTS, _weights(site.module)):
-        if weight.is_meta or not weight.numel():
-            continue
-        if not bool(torch.isfinite(torch.stack(torch.aminmax(weight))).all()):
-            raise ValueError(
-                f"quantize_: {site.name}.{part} holds NaN or Inf, for which there is no code; "
-                f"nothing was swapped: mend the checkpoint or pass skip=({site.name!r}, ...)"
-            )
+        site.check_finite(f"{site.name}.{part}", weight)
 
 
 def swap(site: ExpertSite, scheme: str, backend: str) -> torch.nn.Module:
     """Put the scheme's module in every place; gives it."""
     old = site.module
     new = MAKERS[scheme](old, backend).train(old.training)
-    for parent, attribute, _ in site.places:
-        setattr(parent, attribute, new)
+    site.put(new)
     return new
