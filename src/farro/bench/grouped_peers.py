@@ -21,7 +21,6 @@ from .humming import tuned
 from .kept import kept
 from .peers import wanted
 
-NAMES = ("bf16", "scaled_grouped", "deepgemm", "humming")  # beside none, default, tuned
 _HUMMING: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
     "FP8 block": (
         {"dtype": "float8e4m3", "group_size": 128, "group_size_n": 128},

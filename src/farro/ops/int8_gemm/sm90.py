@@ -198,33 +198,17 @@ def is_legal(config: Config, group_size: int, m: int = 1) -> bool:
 
 def config(problem: Problem) -> Config:
     """The tuned table's, else the heuristic's."""
-    group_size = group_of(problem)
+    group_size, count = group_of(problem), problem.arch.multiprocessors
     (m, k), n = problem.spec("a").shape, problem.spec("b").shape[1]
-    rows, exact = table("int8_gemm", problem.arch.device), {"backend": "cuda"}
-    arguments = (rows, {**exact, "group_size": group_size}, {"m": m, "n": n, "k": k})
-    count = problem.arch.multiprocessors
+    rows = table("int8_gemm", problem.arch.device)
+    exact, sizes = {"backend": "cuda", "group_size": group_size}, {"m": m, "n": n, "k": k}
 
     def legal(values: dict[str, Any]) -> bool:
         return _reads(values, group_size, m)
 
-    if m <= FEW_ROWS:
-        same = {**exact, "group_size": group_size, "m": m, "n": n, "k": k}
-        measured = nearest(rows, same, {}, legal)
-        return _few(rows, problem) if measured is None else Config(**measured)
-    found = chosen(*arguments, count, legal)
-    return heuristic(m, n, k, group_size) if found is None else Config(**found)
-
-
-def _few(rows: tuple[dict[str, Any], ...], problem: Problem) -> Config:
-    """The nearest row's tile, no wider than M asks, its ring as deep as lets all CTAs be resident.
-
-    The heuristic, where no row's tile does: a second round costs more than the best ring gains.
-    """
-    group_size, count = group_of(problem), problem.arch.multiprocessors
-    (m, k), n = problem.spec("a").shape, problem.spec("b").shape[1]
-
     def at_once(values: dict[str, Any]) -> Config | None:
-        if not _reads(values, group_size, m):
+        """The tile, no wider than M asks, its ring as deep as lets all CTAs be resident."""
+        if not legal(values):
             return None
         tile = Config(**values)
         while m <= tile.rows * tile.cluster // 2 and tile.rows > 8 * tile.consumers:
@@ -233,9 +217,14 @@ def _few(rows: tuple[dict[str, Any], ...], problem: Problem) -> Config:
         fit = (c for c in rings if is_legal(c, group_size, m))
         return next((c for c in fit if _in_one_round(c, group_size, m, n, count)), None)
 
-    exact, sizes = {"backend": "cuda", "group_size": group_size}, {"m": m, "n": n, "k": k}
-    found = chosen(rows, exact, sizes, count, lambda values: at_once(values) is not None)
-    tile = None if found is None else at_once(found)
+    if m > FEW_ROWS:
+        found = chosen(rows, exact, sizes, count, legal)
+        tile = None if found is None else Config(**found)
+    elif (measured := nearest(rows, exact | sizes, {}, legal)) is not None:
+        tile = Config(**measured)
+    else:  # none, where no row's tile is resident: a second round costs more than its ring gains
+        found = chosen(rows, exact, sizes, count, lambda values: at_once(values) is not None)
+        tile = None if found is None else at_once(found)
     return heuristic(m, n, k, group_size) if tile is None else tile
 
 
