@@ -69,9 +69,9 @@ def benchmarks(device: Path) -> list[tuple[str, dict[str, Any]]]:
     return [(n, r) for n, r in mine if r.get("schema") == 1]
 
 
-def validations() -> dict[str, dict[str, tuple[str, int, int]]]:
-    """Architecture -> kernel -> (device folder, cases that passed, cases that failed)."""
-    found: dict[str, dict[str, tuple[str, int, int]]] = {}
+def validations() -> dict[str, dict[str, tuple[str, int, int, int]]]:
+    """Architecture -> kernel -> (device folder, cases that passed, that failed, not run)."""
+    found: dict[str, dict[str, tuple[str, int, int, int]]] = {}
     for device in devices():
         path = device / "validation.json"
         if not path.exists():
@@ -83,8 +83,8 @@ def validations() -> dict[str, dict[str, tuple[str, int, int]]]:
             if on_gpu and kernel["device"] == "cpu":
                 continue  # the CPU of a GPU's host is not the machine that the folder names
             arch = archs[kernel["device"]]
-            counts = device.name, kernel["passed"], kernel["failed"]
-            found.setdefault(arch, {})[kernel["kernel"]] = counts
+            counts = kernel["passed"], kernel["failed"], kernel.get("not_run", 0)
+            found.setdefault(arch, {})[kernel["kernel"]] = (device.name, *counts)
     return found
 
 
@@ -95,9 +95,11 @@ def status(kernel: Kernel, arch_name: str, validated: dict[str, Any]) -> str:
     arch = arch_named(arch_name)
     if arch.lacks(kernel.needs) is not None or (kernel.backend == "triton" and arch_name == "cpu"):
         return ""
-    device, passed, failed = validated.get(arch_name, {}).get(kernel.name, ("", 0, 0))
+    device, passed, failed, missing = validated.get(arch_name, {}).get(kernel.name, ("", 0, 0, 0))
     if failed:
         return f"**{failed} cases fail** ({device})"
+    if passed and missing:
+        return f"{passed} cases agree, {missing} not run yet ({device})"
     if passed:
         return f"validated ({device}, {passed} cases)"
     if kernel.backend in ("triton", "cuda"):

@@ -142,6 +142,8 @@ def test_support_table_tells_what_was_validated(generate, tmp_path, monkeypatch)
         {"kernel": "int8_quantize.reference", "device": "cuda:0", "passed": 3, "failed": 2},
         {"kernel": "int8_gemm.cpu", "device": "cpu", "passed": 36, "failed": 0},
     ]
+    part = {"kernel": "fp8_quantize.triton", "device": "cuda:0", "passed": 9, "failed": 0}
+    kernels.insert(0, {**part, "not_run": 4})
     (tmp_path / "chip").mkdir()
     path = tmp_path / "chip" / "validation.json"
     path.write_text(json.dumps({"gpus": [gpu], "kernels": kernels}))
@@ -150,7 +152,8 @@ def test_support_table_tells_what_was_validated(generate, tmp_path, monkeypatch)
     columns = ("| operator", "back end", *generate.ARCHS)
     assert triton[columns.index("sm_90")] == "validated (chip, 36 cases)"
     assert triton[columns.index("sm_80")] == "compiles" and triton[columns.index("cpu")] == ""
+    assert "9 cases agree, 4 not run yet (chip)" in table["| `fp8_quantize`", "triton"]
     assert "2 cases fail" in table["| `int8_quantize`", "reference"]
     assert "validated" not in table["| `int8_gemm`", "cpu"]  # the host of a GPU is not named
-    path.write_text(json.dumps({"gpus": [], "kernels": kernels[2:]}))
+    path.write_text(json.dumps({"gpus": [], "kernels": kernels[3:]}))
     assert "validated (chip, 36 cases)" in generate.support_table()

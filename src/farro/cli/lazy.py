@@ -1,7 +1,7 @@
 """The typer application: commands loaded when they are run, errors in one line.
 
 Exit codes: 0 for success, 1 where a command looked for faults and found some, 2 for wrong usage and
-for what cannot run here.
+for what cannot run here, 3 where it found none and ended before everything was looked at.
 """
 
 from __future__ import annotations
@@ -132,8 +132,8 @@ def make_app() -> typer.Typer:
     ) -> None:
         """Low-precision GEMM kernels for LLM and MoE inference.
 
-        Exit codes: 0 success, 1 faults found, 2 wrong usage. FARRO_TRACEBACK=1 shows where an error
-        was raised.
+        Exit codes: 0 success, 1 faults found, 2 wrong usage, 3 ended early. FARRO_TRACEBACK=1 shows
+        where an error was raised.
         """
 
     return app

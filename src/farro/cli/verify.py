@@ -8,7 +8,8 @@ import fnmatch
 import json
 import secrets
 import shlex
-import warnings
+import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any
@@ -20,6 +21,10 @@ if TYPE_CHECKING:
 
     from ..dispatch import Kernel
     from ..testing import Case
+    from .verify_run import Check, Checks, Found
+
+_MOST_JOBS = 16  # by default: each process on a GPU takes some of its memory
+_LINES_S = 20  # between lines of progress, where no bar can be drawn
 
 
 @dataclass
@@ -30,21 +35,41 @@ class Subject:
     kernel: Kernel
     device: torch.device
     cases: Sequence[Case]
-    passed: int = 0
-    refused: dict[str, int] = field(default_factory=dict)  # reason -> cases
-    failures: list[dict[str, str]] = field(default_factory=list)
+    found: dict[int, Found] = field(default_factory=dict)  # by the case's place, as they ended
 
-    def as_dict(self) -> dict[str, Any]:
+    @property
+    def not_run(self) -> int:
+        return len(self.cases) - len(self.found)
+
+    @property
+    def failed(self) -> int:
+        return sum(found.status == "failed" for found in self.found.values())
+
+    def as_dict(self, seed: int) -> dict[str, Any]:
+        """In the order of the cases, whichever process ended first."""
+        refused: dict[str, int] = {}  # reason -> cases
+        failures = []
+        for index, found in sorted(self.found.items()):
+            if found.status == "refused":
+                refused[found.detail] = refused.get(found.detail, 0) + 1
+            elif found.status == "failed":
+                failures.append(self._failure(self.cases[index].name, found, seed))
         return {
             "kernel": self.kernel.name,
             "backend": self.kernel.backend,
             "device": str(self.device),
             "cases": len(self.cases),
-            "passed": self.passed,
-            "failed": len(self.failures),
-            "refused": self.refused,
-            "failures": self.failures,
+            "passed": sum(found.status == "ok" for found in self.found.values()),
+            "failed": len(failures),
+            "refused": refused,
+            "not_run": self.not_run,
+            "failures": failures,
         }
+
+    def _failure(self, case: str, found: Found, seed: int) -> dict[str, str]:
+        again = ["farro", "verify", "--device", found.device, "--operator", self.operator]
+        again += ["--backend", self.kernel.backend, "--case", case, "--seed", str(seed)]
+        return {"case": case, "what": found.detail, "reproduce": shlex.join(again)}
 
 
 def _devices(asked: str | None) -> list[torch.device]:
@@ -95,47 +120,57 @@ def _subjects(
 
 @contextlib.contextmanager
 def _progress(total: int) -> Iterator[Callable[[str], None]]:
-    """A bar on stderr where that is a terminal; the function it gives counts one case."""
+    """A bar on stderr, or a line now and then where that is no terminal; a call counts one case."""
     from rich.console import Console
     from rich.progress import Progress
 
     console = Console(stderr=True)
+    begun = said = time.monotonic()
+    done = 0
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("verify", total=total)
 
         def step(description: str) -> None:
-            progress.update(task, advance=1, description=description)
+            nonlocal done, said
+            done += 1
+            progress.update(task, completed=min(done, total), description=description)
+            now = time.monotonic()
+            if not console.is_terminal and now - said >= _LINES_S:
+                said = now
+                line = f"farro verify: {done} of {total} after {now - begun:.0f} s, {description}"
+                print(line, file=sys.stderr, flush=True)
 
         yield step
 
 
-def _verify(subjects: list[Subject], seed: int) -> None:
-    """Run every case once per kernel; the reference runs once per case and device."""
+def _checks(subjects: list[Subject]) -> Iterator[Check]:
+    from .verify_run import Check
+
+    for number, subject in enumerate(subjects):
+        names = subject.operator, subject.kernel.name
+        for index, case in enumerate(subject.cases):
+            yield Check(number, index, *names, case.name, str(subject.device))
+
+
+def _verify(
+    subjects: list[Subject], work: Checks, jobs: int, budget_s: float | None, deadline: float | None
+) -> str | None:
+    """Run every case once per kernel; gives the reason where it ended before that."""
+    from .verify_run import run, stoppable
+
     total = sum(len(subject.cases) for subject in subjects)
-    with warnings.catch_warnings(), _progress(total) as step:
-        # NumPy's, of NaN and Inf in Triton's interpreter
-        warnings.filterwarnings("ignore", category=RuntimeWarning, module="triton")
-        kinds = dict.fromkeys((subject.operator, subject.device) for subject in subjects)
-        for operator, device in kinds:
-            kernels = [s for s in subjects if (s.operator, s.device) == (operator, device)]
-            for case in kernels[0].cases:
-                call = case.build(device, seed)
-                for subject in kernels:
-                    _record(subject, case, call.check(subject.kernel), seed)
-                    step(f"{subject.kernel.name} on {device}")
-
-
-def _record(subject: Subject, case: Case, outcome: Any, seed: int) -> None:
-    if outcome.status == "ok":
-        subject.passed += 1
-    elif outcome.status == "refused":
-        subject.refused[outcome.detail] = subject.refused.get(outcome.detail, 0) + 1
-    else:
-        again = ["farro", "verify", "--device", str(subject.device), "--operator", subject.operator]
-        again += ["--backend", subject.kernel.backend, "--case", case.name, "--seed", str(seed)]
-        subject.failures.append(
-            {"case": case.name, "what": outcome.detail, "reproduce": shlex.join(again)}
-        )
+    try:
+        with stoppable(), _progress(total) as step:
+            for check, found in run(_checks(subjects), work, jobs, deadline):
+                subjects[check.subject].found[check.at] = found
+                step(f"{check.kernel} on {found.device}")
+    except KeyboardInterrupt:
+        return "interrupted"
+    if not any(subject.not_run for subject in subjects):
+        return None
+    if deadline is not None and time.monotonic() >= deadline:
+        return f"the {budget_s:g} s of --budget-s were over"
+    return "a fault took the GPU from this process; with --jobs 2 a new process takes the rest"
 
 
 def _report(found: dict[str, Any]) -> list[str]:
@@ -148,6 +183,7 @@ def _report(found: dict[str, Any]) -> list[str]:
         lines.append(
             f"{subject['kernel']:<{width}}  {subject['device']:<7} {subject['cases']:>4} cases: "
             f"{subject['passed']} agree, {subject['failed']} failed, {refused} refused"
+            + (f", {subject['not_run']} not run" if subject["not_run"] else "")
         )
         lines += [f"  refused {count}: {why}" for why, count in subject["refused"].items()]
         for failure in subject["failures"][:5]:
@@ -160,7 +196,12 @@ def _report(found: dict[str, Any]) -> list[str]:
     for kernel in found["not_verified"]:
         lines.append(f"not verified: {kernel['kernel']} on {kernel['device']}: {kernel['reason']}")
     failed = sum(subject["failed"] for subject in found["kernels"])
-    lines += ["", f"FAILED: {failed} cases" if failed else "all agree"]
+    missing = sum(subject["not_run"] for subject in found["kernels"])
+    lines.append("")
+    if missing:
+        lines.append(f"NOT COMPLETE: {missing} cases were not run: {found['ended_early']}")
+    if failed or not missing:
+        lines.append(f"FAILED: {failed} cases" if failed else "all agree")
     return lines
 
 
@@ -192,17 +233,33 @@ def verify_command(
         int | None, typer.Option(min=0, help="Of the data. Default: a new one each time.")
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="One case of each kind.")] = False,
+    jobs: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Processes. Default: where a GPU is among the devices one for each CPU, at most "
+            f"{_MOST_JOBS}; else 1, with all threads.",
+        ),
+    ] = None,
+    budget_s: Annotated[
+        float | None, typer.Option(min=0, help="End after so many seconds, with what was verified.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Compare every kernel that works here with the reference over the edge cases.
 
     Bit for bit; or, where sums depend on their order, each element within rounding of the exact
     result. Sizes, group sizes, views, special values, empty problems; memory beside outputs is
-    watched. The summary is meant for bug reports. Exit code 1 where anything differs.
+    watched. The summary is meant for bug reports. Several processes share the cases, and with
+    --device cuda all GPUs like the current one; a case that ends its process has failed. The
+    report is the same as of one process. An interrupt or --budget-s ends a run with a report of
+    what was verified until then. Exit code 1 where anything differs, 3 where nothing differs so
+    far and cases were not run.
     """
     from ..checks import check_backend
     from .environment import environment
 
+    deadline = None if budget_s is None else time.monotonic() + budget_s
     check_backend("verify", backend)
     data = secrets.randbits(31) if seed is None else seed
     where = _devices(device)
@@ -212,15 +269,34 @@ def verify_command(
         if not reasons and case != "*":
             reasons = [f"no case is named {case!r}"]
         raise ValueError(f"nothing to verify: {'; '.join(reasons) or f'no kernel of {backend!r}'}")
-    _verify(subjects, data)
+    count, work = _work(where, device, jobs, data)
+    early = _verify(subjects, work, count, budget_s, deadline)
+    failed = any(subject.failed for subject in subjects)
     found = {
         "date": datetime.date.today().isoformat(),
         **environment(),
         "seed": data,
-        "ok": not any(subject.failures for subject in subjects),
-        "kernels": [subject.as_dict() for subject in subjects],
+        "ok": not failed and early is None,
+        "ended_early": early,
+        "kernels": [subject.as_dict(data) for subject in subjects],
         "not_verified": absent,
     }
     typer.echo(json.dumps(found, indent=2) if as_json else "\n".join(_report(found)))
     if not found["ok"]:
-        raise typer.Exit(1)
+        raise typer.Exit(1 if failed else 3)
+
+
+def _work(
+    devices: list[torch.device], asked: str | None, jobs: int | None, seed: int
+) -> tuple[int, Checks]:
+    """How many processes, and what each of them does."""
+    from .verify_run import Checks, alike, cpus
+
+    on_gpu = any(device.type == "cuda" for device in devices)
+    count = jobs or (min(cpus(), _MOST_JOBS) if on_gpu else 1)
+    if count == 1:
+        return 1, Checks(seed)
+    threads = max(1, cpus() // count)
+    if asked == "cuda":  # with a number it is that one GPU
+        return count, Checks(seed, threads, str(devices[0]), alike(devices[0]))
+    return count, Checks(seed, threads)
