@@ -1,51 +1,114 @@
 #!/bin/sh
 # compute-sanitizer over every family of kernels on this GPU: one line a tool, exit 1 on any fault.
 #
-#   benchmarks/device/sanitize.sh [folder for the logs]      PYTHON=python3 by default
+#   benchmarks/device/sanitize.sh [folder for the logs]
 #
-# The kernels are compiled by a plain run first; then all tools run at once. The planted faults show
-# that the tools see into kernels that were compiled at run time.
+#   PYTHON=python3           that runs the driver
+#   SANITIZE_JOBS            processes at a time; default: the number of CPUs
+#   SANITIZE_PARTS           processes that share a tool's launches; default: half the jobs
+#
+# The kernels are compiled by a plain run first, in SANITIZE_JOBS processes; then all tools run at
+# once, each over all parts. Several GPUs get the parts in turn. The planted faults show that the
+# tools see into kernels that were compiled at run time.
 set -u
 here=$(cd "$(dirname "$0")" && pwd)
+
+# one process: name of its log, tool or "plain", arguments of the driver; its status is in a file
+if [ "${1:-}" = --one ]; then
+  name=$2 check=$3
+  shift 3
+  if [ "$SANITIZE_GPUS" -gt 1 ]; then
+    part=${name##*.}
+    case $part in *[!0-9]*) part=0 ;; esac
+    export CUDA_VISIBLE_DEVICES=$((part % SANITIZE_GPUS))
+  fi
+  if [ "$check" = plain ]; then
+    "$PYTHON" "$here/sanitize_driver.py" "$@"
+  else
+    "$SANITIZE_TOOL" --tool "$check" --print-limit 200 --error-exitcode 9 \
+      "$PYTHON" "$here/sanitize_driver.py" "$@"
+  fi >"$SANITIZE_LOGS/$name" 2>&1
+  echo $? >"$SANITIZE_LOGS/$name.status"
+  exit 0
+fi
+
 logs=${1:-$(mktemp -d)}
-python=${PYTHON:-python3}
 mkdir -p "$logs"
 tool=$(command -v compute-sanitizer || echo /usr/local/cuda/bin/compute-sanitizer)
 if [ ! -x "$tool" ]; then
   echo "compute-sanitizer is not here; it comes with the CUDA toolkit" >&2
   exit 2
 fi
-
-if ! "$python" "$here/sanitize_driver.py" >"$logs/plain" 2>&1; then
-  echo "plain      FAILED:" && tail -5 "$logs/plain"
-  exit 1
-fi
-echo "plain      $(tr '\n' ';' <"$logs/plain")"
-
-watch() { # name, tool, arguments of the driver
-  name=$1 check=$2
-  shift 2
-  "$tool" --tool "$check" --print-limit 200 --error-exitcode 9 \
-    "$python" "$here/sanitize_driver.py" "$@" >"$logs/$name" 2>&1
-  echo $? >"$logs/$name.status"
+number() {
+  case $2 in
+    '' | 0* | *[!0-9]*) echo "$1 is '$2'; needed a number from 1 on" >&2 && exit 2 ;;
+  esac
 }
-watch memcheck memcheck &
-watch racecheck racecheck &
-watch synccheck synccheck &
-watch planted-memcheck memcheck --planted &
-watch planted-racecheck racecheck --planted &
-wait
+jobs=${SANITIZE_JOBS:-$(getconf _NPROCESSORS_ONLN)}
+number SANITIZE_JOBS "$jobs"
+parts=${SANITIZE_PARTS:-$(((jobs + 1) / 2))}
+number SANITIZE_PARTS "$parts"
+gpus=1 # where the caller chose some, those stay
+[ -n "${CUDA_VISIBLE_DEVICES+set}" ] || gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU ')
+export PYTHON="${PYTHON:-python3}" SANITIZE_LOGS="$logs" SANITIZE_TOOL="$tool" SANITIZE_GPUS="$gpus"
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # the reference's, of processes that share the CPUs
+
+each_part() { # log, tool, parts: a line for each
+  i=1
+  while [ "$i" -le "$3" ]; do
+    echo "$1.$i $2 --part $i/$3"
+    i=$((i + 1))
+  done
+}
+at_once() { xargs -P "$jobs" -L 1 sh "$here/sanitize.sh" --one; }
+of_all() { # prefix of logs, a word before the first "right"; how many launches
+  cat "$logs/$1".*[0-9] | awk -v kind="$2" '$2 == kind && $3 == "launches" { n += $1 } END { print n + 0 }'
+}
+seconds() { date +%s; }
+
+rm -f "$logs"/plain.* "$logs"/*check.* "$logs"/planted-*
+began=$(seconds)
+each_part plain plain "$jobs" | at_once
+for log in "$logs"/plain.*[0-9]; do
+  if [ "$(cat "$log.status" 2>&1)" != 0 ]; then
+    echo "plain      FAILED ($log):" && tail -5 "$log"
+    exit 1
+  fi
+done
+skipped=$(cat "$logs"/plain.*[0-9] | grep skipped | sort -u | tr '\n' ';')
+right="$(of_all plain native) native launches right; $(of_all plain Triton) Triton launches right"
+echo "plain      $right; $skipped$(($(seconds) - began)) s"
+
+began=$(seconds)
+{
+  each_part racecheck racecheck "$parts" # the slowest first
+  each_part memcheck memcheck "$parts"
+  each_part synccheck synccheck "$parts"
+  echo planted-memcheck memcheck --planted
+  echo planted-racecheck racecheck --planted
+} | at_once
+
+totals() { # the summaries of all parts as one, number by number
+  for log in "$logs/$1".*[0-9]; do grep SUMMARY "$log" | tail -1; done | awk '
+    { text = line = $0; count = 0
+      while (match(text, /[0-9]+/)) {
+        sum[++count] += substr(text, RSTART, RLENGTH); text = substr(text, RSTART + RLENGTH) } }
+    END { for (i = 1; i <= count && match(line, /[0-9]+/); i++) {
+        out = out substr(line, 1, RSTART - 1) sum[i]; line = substr(line, RSTART + RLENGTH) }
+      sub(/^=* */, "", out); print out line }'
+}
 
 failed=0
 for name in memcheck racecheck synccheck; do
-  summary=$(grep -E "SUMMARY" "$logs/$name" | tail -1 | sed 's/^=* *//')
-  status=$(cat "$logs/$name.status")
-  right=$(grep -c "launches right" "$logs/$name")
-  echo "$name  exit $status; ${summary:-no summary}; $right of 2 parts of the driver ended"
-  if [ "$status" != 0 ]; then
+  summary=$(totals $name)
+  status=$(sort -n "$logs/$name".*.status | tail -1)
+  ended=$(cat "$logs/$name".*[0-9] | grep -c "^part .* ended$")
+  echo "$name  exit $status; ${summary:-no summary}; $ended of $parts parts of the driver ended"
+  if [ "$status" != 0 ] || [ "$ended" != "$parts" ]; then
     failed=1
     # each kind of report once, with how often it came
-    grep -E "^=+ +(Error|Warning|Invalid|Barrier|Divergent|Potential)" "$logs/$name" |
+    cat "$logs/$name".*[0-9] |
+      grep -E "^=+ +(Error|Warning|Invalid|Barrier|Divergent|Potential)" |
       sed -E 's/\+0x[0-9a-f]+//g; s/[0-9]+ hazards?/N hazards/' | cut -c1-180 |
       sort | uniq -c | sort -rn | head -5
   fi
@@ -58,5 +121,5 @@ for name in planted-memcheck planted-racecheck; do
     failed=1
   fi
 done
-echo "logs are in $logs"
+echo "the tools took $(($(seconds) - began)) s; logs are in $logs"
 exit $failed

@@ -1,17 +1,27 @@
 """Runs each family of kernels once on a small problem, for sanitize.sh to watch.
 
-python benchmarks/device/sanitize_driver.py             # all kernels; exits 1 on a wrong result
-python benchmarks/device/sanitize_driver.py --planted   # two kernels that are wrong on purpose
+python benchmarks/device/sanitize_driver.py              # all kernels; exits 1 on a wrong result
+python benchmarks/device/sanitize_driver.py --part 2/8   # every eighth launch, from the second on
+python benchmarks/device/sanitize_driver.py --list       # names of launches; needs no GPU
+python benchmarks/device/sanitize_driver.py --planted    # two kernels that are wrong on purpose
+
+Native kernels are told that the GPU has few multiprocessors: what goes on from tile to tile does so
+in small problems, for the sanitizer makes a launch some hundred times slower.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import os
 import sys
 import tempfile
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 # every tensor its own allocation, so that reading past one is seen; read when torch starts
 os.environ.setdefault("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")
@@ -20,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
 import torch
 
 import farro
-from farro.arch import arch_of
+from farro.arch import arch_named, arch_of
 from farro.catalogue import operator_named
 from farro.cuda.fp8.configs import Config as Fp8Config
 from farro.dispatch import not_installed
@@ -85,6 +95,15 @@ MOE = (  # with a group size each; clusters of 8, 2 and 1
     (moe.Tile(128, 2, 2, 4), 128),
 )
 DTYPES = (torch.bfloat16, torch.float32, torch.float16)
+MULTIPROCESSORS = 8  # that native kernels are told of; a cluster of 8 still has them
+
+
+class Launch(NamedTuple):
+    """One problem on one kernel: `run` raises where the result is wrong."""
+
+    name: str
+    run: Callable[[], None]
+
 
 PLANTED = """
 __global__ void beyond(int* to) { to[threadIdx.x + 65] = 1; }
@@ -121,27 +140,25 @@ def there(tensor):
     return storage.cuda().as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
-def check(run, config, operands, want, group_size):
+def int8_gemm(run, config, m, n, k, group_size, dtype):
+    operands, want = problem(m, n, k, group_size, dtype)
     out = torch.full(want.shape, float("nan"), dtype=want.dtype).cuda()
     inputs = [there(t) for t in operands]
     run(config, *inputs, out, group_size)
     torch.cuda.synchronize()
     assert_bit_equal(out.cpu(), want, str(config))
-    return 1
 
 
-def native():
-    runs = 0
-    for group_size in (256, 32):
-        # K beyond the ring; then more tiles than SMs, so that the ring goes on from tile to tile
+def native() -> Iterator[Launch]:
+    for group_size in (256, 32):  # K beyond the ring
         for i, config in enumerate(NATIVE):
-            m = 150 if config.policy == "large" else 20
-            operands, want = problem(m, 200, 1100, group_size, DTYPES[i % 3])
-            runs += check(sm90_launch.run, config, operands, want, group_size)
-    operands, want = problem(2000, 1300, 300, 128, torch.bfloat16)
-    for config in NATIVE[1:3]:
-        runs += check(sm90_launch.run, config, operands, want, 128)
-    return runs
+            sizes = (150 if config.policy == "large" else 20, 200, 1100, group_size, DTYPES[i % 3])
+            run = partial(int8_gemm, sm90_launch.run, config, *sizes)
+            yield Launch(f"int8_gemm {config} {sizes}", run)
+    for config in NATIVE[1:3]:  # more tiles than CTAs, so that the ring goes on from tile to tile
+        sizes = 600, 700, 300, 128, torch.bfloat16
+        run = partial(int8_gemm, sm90_launch.run, config, *sizes)
+        yield Launch(f"int8_gemm {config} {sizes}", run)
 
 
 def fp8_codes(rows, k):
@@ -175,7 +192,6 @@ def fp8_product(config, m, n, k, sums, turn):
         fp8_linear.run(config, *operands, "bias_residual", sums)
     torch.cuda.synchronize()
     assert_bit_equal(out.cpu() + 0.0, want + 0.0, f"{config}, fast sums: {sums}")
-    return 1
 
 
 def fp8_swiglu_quantize(config, m, n, k, turn):
@@ -192,107 +208,126 @@ def fp8_swiglu_quantize(config, m, n, k, turn):
     torch.testing.assert_close(scale.cpu(), want_scale, rtol=0.02, atol=0)
     same = (q.cpu().view(torch.uint8) == want.view(torch.uint8)).double().mean()
     assert same > 0.98, f"{config}: {same:.3f} of the codes are the reference's"
-    return 1
 
 
-def native_fp8():
-    runs = 0
+def native_fp8() -> Iterator[Launch]:
+    """Of the second row and the staged ones more tiles than CTAs: rings go on from tile to tile,
+    and results of one tile are on their way with the next's."""
     for turn, (config, kinds) in enumerate(FP8):
-        m = 300 if config.policy == "large" else 20
+        sizes = (300 if config.policy == "large" else 20, 208 + 16 * (turn % 2), 1168)
+        if turn == 1 or config.staged:
+            sizes = (600, 592 if turn == 1 else 816, 912)
         for sums in kinds:
-            runs += fp8_product(config, m, 208 + 16 * (turn % 2), 1168, sums, turn)
+            run = partial(fp8_product, config, *sizes, sums, turn)
+            yield Launch(f"fp8 {config} {sizes} sums {sums}", run)
     for turn, config in enumerate(SWIGLU):
-        m = 150 if config.policy == "large" else 20
-        runs += fp8_swiglu_quantize(config, m, 208, 1168, turn)
-    # more tiles than SMs, so that the rings go on from tile to tile
-    for sums in (False, True, None):
-        runs += fp8_product(FP8[1][0], 2000, 1296, 400, sums, 1)
-    for config, _ in FP8[4:6]:  # and results of one tile on their way with the next's
-        runs += fp8_product(config, 2000, 1824, 400, True, 1)
-    return runs + fp8_swiglu_quantize(SWIGLU[0], 2000, 1296, 400, 1)
+        sizes = ((600, 400, 912), (150, 208, 1168), (20, 208, 1168), (20, 208, 1168))[turn]
+        run = partial(fp8_swiglu_quantize, config, *sizes, turn)
+        yield Launch(f"fp8_swiglu_quantize {config} {sizes}", run)
 
 
-def nvfp4_products():
-    """Tails of M, K and tokens, experts without tokens, more tiles than SMs."""
-    runs = 0
+def nvfp4_product(config, turn):
+    cap = 20 if config.inside else 300
+    case = GroupCase("product", 5, 352, 1376, cap, turn % 2 == 0, turn % 3 != 0, values="exact")
+    call = case.build("cuda", 7)
+    out = call.arguments["out"]
+    nvfp4.run(config, out, *call.operands)
+    torch.cuda.synchronize()
+    wrong = call.differs(0, out, call.expected[0])
+    assert wrong is None, f"{config}: {wrong}"
+
+
+def nvfp4_products() -> Iterator[Launch]:
+    """Tails of M, K and tokens, experts without tokens, more tiles than CTAs."""
     for turn, config in enumerate(NVFP4):
-        sizes = [(5, 352, 1376, 20 if config.inside else 300)]
-        if turn in (0, 6):
-            sizes.append((9, 2080, 288, 20 if config.inside else 520))
-        for e, m, k, cap in sizes:
-            case = GroupCase("product", e, m, k, cap, turn % 2 == 0, turn % 3 != 0, values="exact")
-            call = case.build("cuda", 7)
-            out = call.arguments["out"]
-            nvfp4.run(config, out, *call.operands)
-            torch.cuda.synchronize()
-            wrong = call.differs(0, out, call.expected[0])
-            assert wrong is None, f"{config}: {wrong}"
-            runs += 1
-    return runs
+        yield Launch(f"nvfp4_group_mm {config}", partial(nvfp4_product, config, turn))
 
 
-def moe_layers():
-    """Tails of H, I, routes and groups, experts without routes; then more tiles than SMs."""
-    runs = 0
+def moe_layer(case, tile):
+    call = case.build("cuda", 7)
+    out = torch.full_like(call.expected[0], float("nan"), device="cuda")
+    moe.run(moe.Config(tile, tile), *call.operands, out, case.group_size, call.interleaved)
+    torch.cuda.synchronize()
+    assert_bit_equal(out.cpu(), call.expected[0], f"{case} {tile}")
+
+
+def moe_layers() -> Iterator[Launch]:
+    """Tails of H, I, routes and groups, experts without routes, more tiles than CTAs."""
     for turn, (tile, group_size) in enumerate(MOE):
         layout = ("concatenated", "interleaved")[turn % 2]
         cases = [MoeCase("layer", 70, 3, 6, 2 * group_size + 32, 400, group_size, layout)]
-        if turn in (1, 4):  # a plan by a cluster too
-            cases.append(MoeCase("large", 2100, 2, 5, 1040, 784, group_size, layout))
+        if turn in (1, 4):  # full tiles, and a plan by a cluster, of as many routes as that takes
+            cases.append(MoeCase("many", 2100, 2, 5, 144, 80, group_size, layout))
         for case in cases:
-            call = case.build("cuda", 7)
-            out = torch.full_like(call.expected[0], float("nan"), device="cuda")
-            moe.run(moe.Config(tile, tile), *call.operands, out, group_size, call.interleaved)
-            torch.cuda.synchronize()
-            assert_bit_equal(out.cpu(), call.expected[0], f"{case} {tile}")
-            runs += 1
-    return runs
+            yield Launch(f"moe_ffn {case} {tile}", partial(moe_layer, case, tile))
 
 
-def through_triton():
-    runs = 0
+def through_triton() -> Iterator[Launch]:
+    gpu = torch.cuda.is_available()
+    arch = arch_of(torch.device("cuda", 0)) if gpu else arch_named("sm_90")
     for m in (150, 8):
-        operands, want = problem(m, 208, 560, 256, torch.bfloat16)
+        sizes = m, 208, 560, 256, torch.bfloat16
+        operands, want = problem(*sizes)
         names = ("a", "b", "scale_a", "scale_b", "bias", "out")
-        tensors = dict(zip(names, (*operands, want)))
-        arch = arch_of(torch.device("cuda", 0))
-        asked = Problem.of("int8_gemm", tensors, {"group_size": 256}, arch)
+        asked = Problem.of(
+            "int8_gemm", dict(zip(names, (*operands, want))), {"group_size": 256}, arch
+        )
         families = {c.family: c for c in reversed(triton.candidates(asked))}
         for config in families.values():
-            runs += check(triton.run, config, operands, want, 256)
-    x = torch.randn(33, 700)
+            run = partial(int8_gemm, triton.run, config, *sizes)
+            yield Launch(f"int8_gemm {config} {sizes}", run)
     for dtype in (torch.float32, torch.bfloat16):
-        want = farro.quantize_int8_groups(x.to(dtype), 256, backend="reference")
-        got = farro.quantize_int8_groups(x.to(dtype).cuda(), 256, backend="triton")
-        for result, needed in zip(got, want):
-            assert_bit_equal(result.cpu(), needed, "quantize_int8_groups")
-        runs += 1
-    return runs + fp8_quantizers() + nvfp4_quantizers()
-
-
-def fp8_quantizers():
-    """A whole tensor in one launch and in two, rows in registers and in two passes, blocks."""
-    runs = 0
+        yield Launch(f"int8_quantize {dtype}", partial(int8_quantizer, dtype))
+    # a whole tensor in one launch and in two, rows in registers and in two passes, blocks
     for shape in ((33, 700), (300, 700), (3, 20000)):
-        x = torch.randn(shape).bfloat16()
-        for kind, function in FUNCTIONS.items():
-            want = function(x, backend="reference")
-            for result, needed in zip(function(x.cuda(), backend="triton"), want):
-                assert_bit_equal(result.cpu(), needed, f"quantize_fp8_{kind}")
-            runs += 1
-    return runs
-
-
-def nvfp4_quantizers():
-    """Used and unused rows, plans with ids outside every range, odd addresses."""
-    runs = 0
+        for kind in FUNCTIONS:
+            yield Launch(f"fp8_quantize {kind} {shape}", partial(fp8_quantizer, kind, shape))
+    # used and unused rows, plans with ids outside every range, odd addresses
     for operator in ("nvfp4_quantize", "nvfp4_scatter", "nvfp4_scatter_fp4", "nvfp4_dequantize"):
         kernel = next(k for k in operator_named(operator).kernels if k.backend == "triton")
         for case in (case for case in CASES[operator]() if case.quick):
-            outcome = case.build("cuda", 7).check(kernel)
-            assert outcome.status == "ok", f"{case.name}: {outcome.detail}"
-            runs += 1
-    return runs
+            yield Launch(f"{operator} {case.name}", partial(quick_case, case, kernel))
+
+
+def int8_quantizer(dtype):
+    x = torch.randn(33, 700).to(dtype)
+    want = farro.quantize_int8_groups(x, 256, backend="reference")
+    got = farro.quantize_int8_groups(x.cuda(), 256, backend="triton")
+    for result, needed in zip(got, want):
+        assert_bit_equal(result.cpu(), needed, "quantize_int8_groups")
+
+
+def fp8_quantizer(kind, shape):
+    x = torch.randn(shape).bfloat16()
+    want = FUNCTIONS[kind](x, backend="reference")
+    for result, needed in zip(FUNCTIONS[kind](x.cuda(), backend="triton"), want):
+        assert_bit_equal(result.cpu(), needed, f"quantize_fp8_{kind}")
+
+
+def quick_case(case, kernel):
+    outcome = case.build("cuda", 7).check(kernel)
+    assert outcome.status == "ok", f"{case.name}: {outcome.detail}"
+
+
+@contextlib.contextmanager
+def few_multiprocessors():
+    """Within it torch tells of MULTIPROCESSORS, from which native kernels make their grids."""
+    whole = torch.cuda.get_device_properties
+
+    class Few:
+        multi_processor_count = MULTIPROCESSORS
+
+        def __init__(self, device):
+            self.whole = whole(device)
+
+        def __getattr__(self, name):
+            return getattr(self.whole, name)
+
+    torch.cuda.get_device_properties = Few
+    try:
+        yield
+    finally:
+        torch.cuda.get_device_properties = whole
 
 
 def planted():
@@ -309,22 +344,58 @@ def planted():
             torch.cuda.synchronize()
 
 
+def lacking(kind: str) -> str | None:
+    """Why kernels of a kind do not run here, or None."""
+    if kind == "Triton":
+        return not_installed("triton")
+    return not_installed("cuda") or arch_of(torch.device("cuda", 0)).lacks(frozenset({"wgmma"}))
+
+
+def part(text: str) -> tuple[int, int]:
+    number, _, parts = text.partition("/")
+    if not 1 <= int(number) <= int(parts):
+        raise ValueError(text)  # argparse tells it
+    return int(number), int(parts)
+
+
+def chosen(launches: list[Launch], number: int, parts: int) -> list[tuple[int, Launch]]:
+    """One part, each launch with its place among all; neighbours, which are alike, are apart."""
+    return list(enumerate(launches))[number - 1 :: parts]
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--planted", action="store_true")
+    parser.add_argument("--list", action="store_true")
+    parser.add_argument("--part", type=part, default=(1, 1), metavar="I/N")
     options = parser.parse_args()
-    torch.manual_seed(7)
     if options.planted:
         planted()
         return
-    lacking = not_installed("cuda") or arch_of(torch.device("cuda", 0)).lacks(frozenset({"wgmma"}))
-    if lacking:
-        print(f"native kernels skipped: {lacking}")
-    else:
-        runs = native() + native_fp8() + nvfp4_products() + moe_layers()
-        print(f"{runs} native launches right")
-    lacking = not_installed("triton")
-    print(f"Triton skipped: {lacking}" if lacking else f"{through_triton()} Triton launches right")
+    families = {
+        "native": [*native(), *native_fp8(), *nvfp4_products(), *moe_layers()],
+        "Triton": [*through_triton()],
+    }
+    number, parts = options.part
+    took = {}
+    for kind, launches in families.items():
+        mine = chosen(launches, number, parts)
+        if options.list:
+            print(*(f"{kind}: {launch.name}" for _, launch in mine), sep="\n")
+            continue
+        if why := lacking(kind):
+            print(f"{kind} skipped: {why}")
+            continue
+        with few_multiprocessors() if kind == "native" else contextlib.nullcontext():
+            for place, launch in mine:
+                torch.manual_seed(7 + place)  # the same data in whichever part
+                since = time.perf_counter()
+                launch.run()
+                took[launch.name] = time.perf_counter() - since
+        print(f"{len(mine)} {kind} launches right")
+    for name in sorted(took, key=took.get, reverse=True)[:3]:
+        print(f"{took[name]:.1f} s: {name}")
+    print(f"part {number}/{parts} ended")
 
 
 if __name__ == "__main__":
