@@ -90,6 +90,20 @@ def test_what_the_tuner_times(m, n, k, group_size):
         assert len(tiles) == 6
 
 
+@settings(max_examples=200, deadline=None)
+@given(
+    m=st.integers(1, 4000),
+    tokens=st.sampled_from(sm90._ROWS["small"]),
+    cluster=st.sampled_from((1, 2)),
+)
+def test_tiles_share_the_rows_evenly(m, tokens, cluster):
+    config = Config("small", tokens, 64, 3, cluster=cluster)
+    rows, tiles = sm90_launch.tile_rows(config, m), sm90_launch._grid(config, m, 64, 132)[1] * cluster
+    assert rows % 8 == 0 and 8 <= rows <= tokens
+    assert tiles * rows >= m > (rows - 8) * tiles
+    assert sm90_launch.tile_rows(Config("large", 256, 128, 4), m) == 256
+
+
 def test_rows_that_do_not_fit_the_grid():
     tall = 65535 * 8 + 1
     small = Config("small", 8, 64, 8, 1)

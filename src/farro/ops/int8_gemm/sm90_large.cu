@@ -24,6 +24,7 @@ struct Problem {
   int m, n, k;
   int bias_kind;
   int raster;          // row tiles that are visited together, for L2
+  int tile_tokens;     // the small kernel's
   int vector;          // 16-byte stores are aligned
   int scale_a_vector;  // how many scales of a row may be read together: 4, 2 or 1
   int scale_b_vector;  // the same of a group's: 4 or 1

@@ -38,6 +38,7 @@ class _Parameters(ctypes.Structure):
                 "k",
                 "bias_kind",
                 "raster",
+                "tile_tokens",
                 "vector",
                 "scale_a_vector",
                 "scale_b_vector",
@@ -56,6 +57,14 @@ def kernel_name(config: Config, group_size: int, dtype: torch.dtype) -> tuple[st
     tile = f"{config.rows}, {config.consumers}, {config.stages}, {str(config.ahead).lower()}"
     tile += f", {config.cluster}"
     return "ops/int8_gemm/sm90_small.cu", f"int8_gemm_small<{out}, {group_size}, {tile}>"
+
+
+def tile_rows(config: Config, m: int) -> int:
+    """Rows of A that a tile loads: of the small kernel an even share, in steps of 8."""
+    if config.policy == "large":
+        return config.rows
+    tiles = -(-m // (config.rows * config.cluster)) * config.cluster
+    return -(-m // (8 * tiles)) * 8
 
 
 def _grid(config: Config, m: int, n: int, sms: int) -> tuple[int, int, int]:
@@ -152,8 +161,9 @@ def _prepare(
     # a single row has no leading stride to speak of, but TMA wants one that is a multiple of 16
     a_pitch = a.stride(0) if m > 1 else -(-k // 16) * 16
     b_pitch = b.stride(1) if n > 1 else -(-k // 16) * 16
+    box = tile_rows(config, m)
     maps = (
-        tensor_map.encode(a.data_ptr(), m, k, a_pitch, config.rows, DEPTH),
+        tensor_map.encode(a.data_ptr(), m, k, a_pitch, box, DEPTH),
         tensor_map.encode(b.data_ptr(), n, k, b_pitch, config.columns // config.cluster, DEPTH),
     )
     row_bytes = out.stride(0) * out.element_size()
@@ -162,7 +172,7 @@ def _prepare(
         *(scale_a.data_ptr(), scale_b.data_ptr(), None if bias is None else bias.data_ptr()),
         *(out.data_ptr(), *scale_a.stride(), *scale_b.stride(), *out.stride()),
         *(1 if bias is None else bias.stride(0), m, n, k),
-        *(0 if bias is None else _BIAS[bias.dtype], config.raster, int(vector)),
+        *(0 if bias is None else _BIAS[bias.dtype], config.raster, box, int(vector)),
         next(v for v in (4, 2, 1) if _readable(scale_a, v)),
         4 if n % 4 == 0 and _readable(scale_b, 4) else 1,
     )

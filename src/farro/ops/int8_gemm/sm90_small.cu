@@ -23,6 +23,7 @@ struct Problem {
   int m, n, k;
   int bias_kind;
   int raster;
+  int tile_tokens;     // tokens of a tile that are loaded and stored, a multiple of 8 up to TOKENS
   int vector;          // 16-byte stores along a row of out are aligned
   int scale_a_vector;  // how many scales of a token may be read together: 4, 2 or 1
   int scale_b_vector;  // the same of a group's: 4 or 1
@@ -92,18 +93,18 @@ __device__ __forceinline__ void load_row_scales(const Problem& p, u32 to, int fi
 // A unit's scales of the tile's tokens, as [TOKENS][groups]; zero outside.
 template <int GROUPS, int TOKENS>
 __device__ __forceinline__ void load_token_scales(const Problem& p, u32 to, int first_token,
-                                                  int first, int groups, int lane) {
+                                                  int end_token, int first, int groups, int lane) {
 #pragma unroll
   for (int i = lane; i < TOKENS; i += 32) {
     const int token = first_token + i;
-    const float* from = p.scale_a + (token < p.m ? token * p.scale_a_row : 0);
+    const float* from = p.scale_a + (token < end_token ? token * p.scale_a_row : 0);
     const u32 at = to + 4 * GROUPS * i;
     if (GROUPS > 1 && p.scale_a_vector >= GROUPS && first + GROUPS <= groups) {
-      cp_async<(GROUPS > 1 ? 4 * GROUPS : 4)>(at, from + first, token < p.m);
+      cp_async<(GROUPS > 1 ? 4 * GROUPS : 4)>(at, from + first, token < end_token);
     } else {
 #pragma unroll
       for (int g = 0; g < GROUPS; ++g) {
-        const bool valid = token < p.m && first + g < groups;
+        const bool valid = token < end_token && first + g < groups;
         cp_async<4>(at + 4 * g, from + (valid ? (first + g) * p.scale_a_group : 0), valid);
       }
     }
@@ -128,7 +129,10 @@ __global__ void __launch_bounds__(128 * WARPGROUPS + 64)
   const int groups = (p.k + GROUP - 1) / GROUP, units = (p.k + L::unit - 1) / L::unit;
   const int rank = blockIdx.x % CLUSTER;  // CTAs of a cluster: the same weights, other tokens
   const int first_row = blockIdx.x / CLUSTER * kRows;
-  const int first_token = (blockIdx.y * CLUSTER + rank) * TOKENS;
+  // The engine takes its time for rows outside of a matrix as well: tiles share the tokens evenly, and
+  // what is in shared memory behind them goes into sums that nobody stores
+  const int first_token = (blockIdx.y * CLUSTER + rank) * p.tile_tokens;
+  const int end_token = min(first_token + p.tile_tokens, p.m);
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
 
   if (threadIdx.x == 0) {
@@ -152,7 +156,7 @@ __global__ void __launch_bounds__(128 * WARPGROUPS + 64)
       for (int block = 0; block < units * L::unit_blocks; ++block) {
         mbarrier_wait(base + L::empty + 8 * ring.stage, ring.parity);
         const u32 full = base + L::full + 8 * ring.stage;
-        mbarrier_expect(full, L::weight_bytes + L::token_bytes);
+        mbarrier_expect(full, L::weight_bytes + p.tile_tokens * kDepth);
         const u32 weights = base + L::weights + ring.stage * L::weight_bytes;
         if constexpr (CLUSTER > 1) {  // each CTA brings its part of the rows to all
           constexpr int kPart = kRows / CLUSTER;
@@ -176,7 +180,7 @@ __global__ void __launch_bounds__(128 * WARPGROUPS + 64)
       const int first = unit * L::unit_groups;
       load_row_scales<L::unit_groups>(p, to, first_row, first, groups, lane);
       load_token_scales<L::unit_groups, TOKENS>(p, to + 4 * L::unit_groups * kRows, first_token,
-                                                first, groups, lane);
+                                                end_token, first, groups, lane);
       cp_async_arrive(base + L::full + 8 * ring.stage);
       ring.next();
 #pragma unroll
@@ -322,7 +326,7 @@ __global__ void __launch_bounds__(128 * WARPGROUPS + 64)
     for (int i = threadIdx.x; i < TOKENS * kPieces; i += 128 * WARPGROUPS) {
       const int token = i / kPieces, column = first_row + i % kPieces * kVector;
       const u8* from = shared + token * L::pitch + i % kPieces * 16;
-      if (first_token + token >= p.m) break;
+      if (first_token + token >= end_token) break;
       Out* to = static_cast<Out*>(p.out) + (first_token + token) * p.out_row + column * p.out_column;
       if (p.vector && column + kVector <= p.n) {
         *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(from);
