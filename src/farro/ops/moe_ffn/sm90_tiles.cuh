@@ -2,14 +2,10 @@
 // device knows.
 #pragma once
 
-#include "ptx.cuh"
+#include "experts.cuh"
 #include "tiles.cuh"
 
 namespace farro {
-
-// One lane's value, which all lanes hold: told so, the compiler keeps what follows from it in uniform
-// registers.
-__device__ __forceinline__ int uniform(int value) { return __shfl_sync(~0u, value, 0); }
 
 struct Tile {
   int expert, column_tile, first_row, rows;  // routes [first_row, first_row + rows)
@@ -35,23 +31,7 @@ struct Tiles {
     for (int e = threadIdx.x; e <= experts; e += blockDim.x) start[e] = __ldcg(offsets + e);
   }
   __device__ __forceinline__ void add_up() {
-    if (threadIdx.x >= 32) return;
-    const int lane = threadIdx.x, each = (experts + 31) / 32;
-    const int low = min(lane * each, experts), high = min(low + each, experts);
-    int own = 0;
-    for (int e = low; e < high; ++e) own += tiles_of(e);
-    int before = own;
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-      const int other = __shfl_up_sync(~0u, before, step);
-      if (lane >= step) before += other;
-    }
-    before -= own;
-    for (int e = low; e < high; ++e) {
-      first[e] = before;
-      before += tiles_of(e);
-    }
-    if (lane == 31) first[experts] = before;
+    add_up_tiles(first, experts, [&](int e) { return tiles_of(e); });
   }
 
   __device__ __forceinline__ void begin(int crew, int crews) {
@@ -60,15 +40,7 @@ struct Tiles {
 
   __device__ __forceinline__ bool take(Tile& tile) {
     if (next >= end) return false;
-    if (uniform(first[expert + 1]) <= next) {  // the first expert whose tiles end after `next`
-      int low = expert + 1, high = experts - 1;
-      while (low < high) {
-        const int middle = (low + high) / 2;
-        if (first[middle + 1] <= next) low = middle + 1;
-        else high = middle;
-      }
-      expert = uniform(low);
-    }
+    to_expert_of(next, first, experts, expert);
     const int begin = uniform(start[expert]), rows = uniform(start[expert + 1]) - begin;
     int row_tile;
     tile_at(next - uniform(first[expert]), (rows + most - 1) / most, column_tiles, raster, row_tile,

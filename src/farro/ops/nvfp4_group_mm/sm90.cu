@@ -7,6 +7,7 @@
 // are on their way); else TMA brings to B what sm90_expand.cu wrote. Each other warpgroup decodes 64
 // weight rows to 16 bits in registers, 128 of K at a time, and multiplies them. A cluster of SPLIT CTAs
 // shares K; the first adds their sums in order.
+#include "experts.cuh"
 #include "nvfp4.cuh"
 #include "output.cuh"
 #include "tiles.cuh"
@@ -66,10 +67,6 @@ struct Traits {
   static constexpr int taken = most((launched * (CONSUMERS + 1) - given) / CONSUMERS);
 };
 
-// One lane's value, which all lanes hold: told so, the compiler keeps what follows from it in uniform
-// registers.
-__device__ __forceinline__ int uniform(int value) { return __shfl_sync(~0u, value, 0); }
-
 // ---- Tiles ----
 
 struct Tile {
@@ -98,23 +95,7 @@ struct Tiles {
     for (int e = threadIdx.x; e < experts; e += T::threads) rows_of(rows, e, start[e], count[e]);
   }
   __device__ __forceinline__ void add_up() {
-    if (threadIdx.x >= 32) return;
-    const int lane = threadIdx.x, each = (experts + 31) / 32;
-    const int low = min(lane * each, experts), high = min(low + each, experts);
-    int own = 0;
-    for (int e = low; e < high; ++e) own += row_tiles * ((count[e] + T::TOKENS - 1) / T::TOKENS);
-    int before = own;
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-      const int other = __shfl_up_sync(~0u, before, step);
-      if (lane >= step) before += other;
-    }
-    before -= own;
-    for (int e = low; e < high; ++e) {
-      first[e] = before;
-      before += row_tiles * ((count[e] + T::TOKENS - 1) / T::TOKENS);
-    }
-    if (lane == 31) first[experts] = before;
+    add_up_tiles(first, experts, [&](int e) { return row_tiles * ((count[e] + T::TOKENS - 1) / T::TOKENS); });
   }
 
   __device__ __forceinline__ void begin(int contiguous) {
@@ -130,15 +111,7 @@ struct Tiles {
 
   __device__ __forceinline__ bool take(Tile& tile) {
     if (next >= end) return false;
-    if (uniform(first[expert + 1]) <= next) {  // the first expert past `expert` whose tiles end after `next`
-      int low = expert + 1, high = experts - 1;
-      while (low < high) {
-        const int middle = (low + high) / 2;
-        if (first[middle + 1] <= next) low = middle + 1;
-        else high = middle;
-      }
-      expert = uniform(low);
-    }
+    to_expert_of(next, first, experts, expert);
     const int there = uniform(count[expert]);
     int token_tile;
     tile_at(next - first[expert], (there + T::TOKENS - 1) / T::TOKENS, row_tiles, raster, token_tile,
