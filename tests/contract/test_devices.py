@@ -13,7 +13,7 @@ import torch
 from farro import dispatch
 from farro.testing import assert_bit_equal
 
-from .samples import tensors
+from .samples import SAMPLES, Sample, tensors
 
 _PRODUCER = 40_000_000  # clock cycles, some 20 ms: a call on another stream would be long done
 
@@ -132,15 +132,15 @@ import os, sys
 import torch
 from farro import warmup
 from tests.contract.samples import SAMPLES
-name, variant, backend, warm = sys.argv[1:]
-sample = next(s for s in SAMPLES if s.name == name)
+number, variant, backend, warm = sys.argv[1:]
+sample = SAMPLES[int(number)]  # several may be of one function
 one = {"n": 1} if "n" in sample.sizes else {}
 options = {**one, **sample.variants[variant], "m": 5}
 inputs = sample.inputs(torch.Generator().manual_seed(3), "cuda", **options)
 if warm == "warm":
     k = inputs[next(iter(sample.arguments))].shape[-1]
     shape = (5, inputs["b"].shape[-1] if "b" in inputs else 1, k)
-    warmup("cuda", [name], [sample.warm_shape(inputs) if sample.warm_shape else shape])
+    warmup("cuda", [sample.name], [sample.warm_shape(inputs) if sample.warm_shape else shape])
 torch.cuda.synchronize()
 try:
     with torch.cuda.graph(torch.cuda.CUDAGraph()):
@@ -153,11 +153,12 @@ os._exit(0)  # a capture that failed leaves CUDA unfit for an orderly exit
 """
 
 
-def _capture_cold(name: str, variant: str, backend: str, warm: str, cache: object) -> str:
+def _capture_cold(sample: Sample, variant: str, backend: str, warm: str, cache: object) -> str:
     """In a process of its own with empty caches, so that nothing is compiled yet."""
+    number = next(i for i, other in enumerate(SAMPLES) if other is sample)
     environment = {**os.environ, "TRITON_CACHE_DIR": f"{cache}/t", "FARRO_CACHE_DIR": f"{cache}/f"}
     done = subprocess.run(
-        [sys.executable, "-c", _COLD, name, variant, backend, warm],
+        [sys.executable, "-c", _COLD, str(number), variant, backend, warm],
         capture_output=True,
         text=True,
         timeout=240,
@@ -175,10 +176,10 @@ def test_scenario_13_cold_capture_names_warmup(
     chosen = dispatch.explain(sample.function, **inputs, backend=kernel.backend).chosen
     if chosen != kernel.name:
         pytest.skip(f"{kernel.backend} runs {chosen} for this")
-    cold = _capture_cold(sample.name, name, kernel.backend, "cold", tmp_path)
+    cold = _capture_cold(sample, name, kernel.backend, "cold", tmp_path)
     assert cold.startswith("RAISED") and "farro.warmup" in cold, cold
     # warmup compiles what calls would compile: what auto chooses, on this kernel's variant
-    warm = _capture_cold(sample.name, name, "auto", "warm", tmp_path)
+    warm = _capture_cold(sample, name, "auto", "warm", tmp_path)
     assert warm.startswith("CAPTURED"), warm
 
 

@@ -245,7 +245,7 @@ def test_tma_box_of_an_expert(box, generator):
     there = memory.cuda()
     steps = (there.stride(0), pitch)
     described = tensor_map.encode_experts(there.data_ptr(), (experts, rows, columns), steps, box)
-    wide = torch.zeros(experts, rows + 256, columns + 256, dtype=torch.uint8)
+    wide = torch.zeros(experts, rows + 512, columns + 256, dtype=torch.uint8)
     wide[:, :rows, :columns] = memory[:, :rows, :columns]
     for x, y, e in ((0, 0, 0), (128, 64, 2), (128, 100, 1), (256, 0, 0), (0, 152, 2)):
         out = torch.full((box * 128,), 0xAA, dtype=torch.uint8, device="cuda")
@@ -272,7 +272,7 @@ def test_tma_box_of_pairs(box, interleaved, generator):
     of_pair = memory.view(experts, pairs, 2, pitch)
     if not interleaved:
         of_pair = memory.view(experts, 2, pairs, pitch).transpose(1, 2)
-    wide = torch.zeros(experts, pairs + 256, 2, columns + 256, dtype=torch.uint8)
+    wide = torch.zeros(experts, pairs + 512, 2, columns + 256, dtype=torch.uint8)
     wide[:, :pairs, :, :columns] = of_pair[..., :columns]
     for x, block, e in ((0, 0, 0), (128, 4, 2), (128, 10, 1), (256, 0, 0), (0, 11, 2)):
         out = torch.full((box * 128,), 0xAA, dtype=torch.uint8, device="cuda")

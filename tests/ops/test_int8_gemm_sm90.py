@@ -98,7 +98,8 @@ def test_what_the_tuner_times(m, n, k, group_size):
 )
 def test_tiles_share_the_rows_evenly(m, tokens, cluster):
     config = Config("small", tokens, 64, 3, cluster=cluster)
-    rows, tiles = sm90_launch.tile_rows(config, m), sm90_launch._grid(config, m, 64, 132)[1] * cluster
+    rows = sm90_launch.tile_rows(config, m)
+    tiles = sm90_launch._grid(config, m, 64, 132)[1] * cluster
     assert rows % 8 == 0 and 8 <= rows <= tokens
     assert tiles * rows >= m > (rows - 8) * tiles
     assert sm90_launch.tile_rows(Config("large", 256, 128, 4), m) == 256
