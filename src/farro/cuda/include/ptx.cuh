@@ -154,7 +154,8 @@ __device__ __forceinline__ void tma_store_wait() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
 }
 
-// Between this thread's ordinary stores to shared memory and what tells wgmma, or TMA, of them.
+// Between this thread's ordinary stores to shared memory and what tells wgmma, or TMA, of them; and
+// between its loads, where their values were not used yet, and what lets TMA write there again.
 __device__ __forceinline__ void fence_async_proxy() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }

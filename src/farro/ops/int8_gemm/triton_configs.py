@@ -200,8 +200,6 @@ def _refuse_ring(config: Config, problem: Problem) -> str | None:
         return "1 to 3 groups of four warps take one or two slices of 64 rows each"
     if config.waves == 2 and config.warps != 8:
         return "two slices each are for two groups of warps"
-    if config.consumers == 3 and config.block_k == group:
-        return "three groups of warps gave wrong sums on the H200 with a whole group a stage"
     if config.block_n > 128 or config.block_n * config.waves > 256:
         return "more than 128 columns would spill"
     if config.stages <= ceil_div(group, config.block_k):

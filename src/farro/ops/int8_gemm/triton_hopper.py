@@ -166,7 +166,11 @@ def _consume(scale_x, scale_ys, bias, out, ring_x, ring_y, ring_s, full, empty, 
                 if RING_SCALES:  # read again: kept in registers they would spill
                     sy = ring_s.index(count % STAGES).load(TOTAL)
                 total1 = gl.fma(partial.to(gl.float32), sx1.expand_dims(1) * sy, total1)
-            # One thread arrives for its group of warps: all four must have read the stage by then
+            # One thread arrives for its group of warps: all four must have read the stage by then.
+            # Reads of the scales may still be queued behind slow stores when the copy engine, which
+            # does not queue there, refills the stage: the fence waits for them.
+            if RING_SCALES:
+                fence_async_shared()
             _barrier()
             for j in gl.static_range(PER_GROUP):
                 mbarrier.arrive(empty.index((count + j) % STAGES), count=1)
