@@ -192,9 +192,10 @@ def test_threads(generator):
     problems = [operands(m, 256, 512, 256, generator) for m in (5, 30, 130, 300)]
     wants = [expected(inputs, 256) for inputs in problems]
     torch.cuda.synchronize()
+    device = torch.cuda.current_device()  # this thread's: the others begin with the first GPU
 
     def work(which):
-        stream = torch.cuda.Stream()
+        stream = torch.cuda.Stream(device)
         with torch.cuda.stream(stream):
             for _ in range(100):
                 out = native(problems[which], 256, output_dtype=FP32)
