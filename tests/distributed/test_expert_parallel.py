@@ -56,7 +56,7 @@ def run(world: int, folder: Path, scenarios: list[str], backend: str = "gloo") -
 
 def test_two_processes(tmp_path):
     """And the one that stalls in the end takes the other with it, within the timeout."""
-    scenarios = ["even", "uneven", "nvfp4", "argument", "mismatch", "stalls"]
+    scenarios = ["even", "uneven", "nvfp4", "nvfp4_exact", "argument", "mismatch", "stalls"]
     told = run(2, tmp_path, scenarios)
     assert told[0].split() == [word for name in scenarios for word in ("ok", name)]
     assert "ok stalls" not in told[1] and "ok mismatch" in told[1]
@@ -64,11 +64,15 @@ def test_two_processes(tmp_path):
 
 def test_four_processes(tmp_path):
     """And the one that ends in the middle of a call takes the others with it."""
-    scenarios = ["even", "uneven", "argument", "dies"]
+    scenarios = ["even", "uneven", "nvfp4_exact", "argument", "dies"]
     told = run(4, tmp_path, scenarios)
     for rank in (0, 2, 3):
         assert told[rank].split() == [word for name in scenarios for word in ("ok", name)]
     assert "ok argument" in told[1] and "ok dies" not in told[1]
+
+
+def test_a_rank_whose_experts_raise(tmp_path):
+    assert "ok fails" in run(2, tmp_path, ["fails"])[1]
 
 
 @pytest.mark.gpu

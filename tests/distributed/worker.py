@@ -31,9 +31,23 @@ def raised(kind: type[Exception], call, *words: str) -> Exception:
     raise AssertionError(f"no {kind.__name__}")
 
 
+def grid(shape: tuple[int, ...], random: torch.Generator) -> torch.Tensor:
+    """Numbers of E2M1, half of them zero, with a 6 in each 16: a block's scale is then 1."""
+    values = torch.tensor([0.0, 0.0, 0.0, 0.0, 0.5, 1.0, -1.0, -2.0])
+    x = values[torch.randint(len(values), shape, generator=random)]
+    blocks = x.view(*shape[:-1], -1, 16)
+    blocks[..., 4:8] = 0.0  # the pairs that sparsity drops
+    blocks[..., 12:] = 0.0
+    blocks[..., 0] = 6.0
+    return x
+
+
 class Rank:
     def __init__(self, rank: int, world: int, device: str) -> None:
         self.rank, self.world, self.device = rank, world, device
+        self.gpu = device.startswith("cuda")
+        # of a group that loses a rank; NCCL makes its communicators within it
+        self.patience = timedelta(seconds=10 if self.gpu else 2)
         random = torch.Generator().manual_seed(5)  # the same layer on every rank
         weights = [
             torch.randn(shape, generator=random) * shape[-1] ** -0.5
@@ -98,6 +112,34 @@ class Rank:
         mixed = other if self.rank else Int8Experts(1, h, inner, 32)
         raised(ValueError, lambda: ExpertParallel(mixed.to(self.device)), "kind", "one layer")
 
+    def nvfp4_exact(self) -> None:
+        """Sums that all orders give alike: the bits of one process, whatever the back end.
+
+        Weights and tokens are codes whose scales are powers of two; what lies between is rounded
+        from the same bits.
+        """
+        h, inner = 64, 32
+        random = torch.Generator().manual_seed(7)
+        weights = [grid(shape, random) for shape in ((EXPERTS, 2 * inner, h), (EXPERTS, h, inner))]
+        whole = SparseNVFP4Experts.from_dense(*weights, input_gscale=1.0, middle_gscale=0.125)
+        whole = whole.to(self.device)
+        even, uneven = ExpertParallel.split(whole), self.share_of(whole)
+        for layer, count in ((even, 9), (even, 200), (uneven, 3 + self.rank)):
+            x = grid((count, h), self.random).bfloat16().to(self.device)
+            _, ids, weights = self.tokens(count)
+            for chosen in (ids, torch.full_like(ids, 1), ids.clamp(0, 2)):
+                got, want = layer(x, chosen, weights), whole(x, chosen, weights)
+                assert want.isfinite().all() and want.float().norm() > 0
+                assert torch.equal(got, want), f"rank {self.rank}, {count} tokens"
+        none = torch.empty(0, h, dtype=torch.bfloat16, device=self.device)
+        counts = (none, ids[:0], weights[:0]) if self.rank == 0 else (x, ids, weights)
+        assert torch.equal(even(*counts), whole(*counts))  # a rank without tokens
+
+    def share_of(self, whole: SparseNVFP4Experts) -> ExpertParallel:
+        """The last rank has all experts but one each of the others."""
+        last = EXPERTS if self.rank == self.world - 1 else self.rank + 1
+        return ExpertParallel(whole.select(self.rank, last))
+
     def nvfp4_calls(self, whole: SparseNVFP4Experts, backend: str) -> None:
         whole.backend = backend
         layer = ExpertParallel.split(whole)
@@ -134,10 +176,15 @@ class Rank:
         size = INNER if self.rank else INNER + 1
         raised(ValueError, lambda: ExpertParallel(Int8Experts(1, H, size, G)), f"{INNER + 1}")
 
+    def short_of_patience(self) -> distributed.ProcessGroup | None:
+        """Gloo sees at once that a process is gone, NCCL waits for its timeout."""
+        return distributed.new_group(timeout=self.patience) if self.gpu else None
+
     def dies(self) -> None:
         """Rank 1 ends in the middle of a call, after it has received its rows."""
-        layer = ExpertParallel.split(self.whole)
+        layer = ExpertParallel.split(self.whole, self.short_of_patience())
         given = self.tokens(4)
+        self.check(layer, given)
         if self.rank == 1:
             layer._compute = lambda rows, used: os._exit(0)  # type: ignore[method-assign]
         start = time.monotonic()
@@ -146,16 +193,42 @@ class Rank:
 
     def stalls(self) -> None:
         """Rank 1 never comes: the others end within their group's timeout."""
-        group = distributed.new_group(timeout=timedelta(seconds=2))
-        layer = ExpertParallel.split(self.whole, group)
+        layer = ExpertParallel.split(self.whole, distributed.new_group(timeout=self.patience))
         given = self.tokens(4)
         self.check(layer, given)
         if self.rank == 1:
-            time.sleep(6)
+            time.sleep(3 * self.patience.total_seconds())
             os._exit(0)
         words = (f"rank {self.rank}", "did not come within the group's timeout")
+        start = time.monotonic()
         error = raised(RuntimeError, lambda: layer(*given), *words)
-        told(error.__cause__, "imed out")
+        assert time.monotonic() - start < 2.5 * self.patience.total_seconds()
+        told(error.__cause__, "timing out" if self.gpu else "Timed out")
+
+    def watchdog(self) -> None:
+        """Rank 1 never comes, and the host does not wait for NCCL: its watchdog ends the others."""
+        layer = ExpertParallel.split(self.whole, distributed.new_group(timeout=self.patience))
+        given = self.tokens(4)
+        self.check(layer, given)
+        if self.rank == 1:
+            time.sleep(2 * self.patience.total_seconds())
+            os._exit(0)
+        layer(*given)
+        torch.cuda.synchronize()
+        raise AssertionError("went on without rank 1")
+
+    def fails(self) -> None:
+        """Rank 1's experts raise in the middle of a call: its own error there, a lost rank here."""
+        layer = ExpertParallel.split(self.whole, self.short_of_patience())
+        given = self.tokens(4)
+        self.check(layer, given)
+        start = time.monotonic()
+        if self.rank == 1:
+            layer._compute = lambda rows, used: {}["out of memory"]  # type: ignore[method-assign]
+            raised(KeyError, lambda: layer(*given), "out of memory")
+        else:
+            raised(RuntimeError, lambda: layer(*given), "could not exchange", "another rank")
+        assert time.monotonic() - start < 30
 
 
 def run(backend: str, rank: int, world: int, store: Path, scenarios: list[str], file: Path) -> None:
@@ -166,6 +239,8 @@ def run(backend: str, rank: int, world: int, store: Path, scenarios: list[str], 
     torch.set_num_threads(1)
     device = "cpu"
     if backend == "nccl":
+        if "watchdog" not in scenarios:  # a lost rank raises, as with gloo
+            os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"
         device = f"cuda:{rank}"
         torch.cuda.set_device(device)
     try:
