@@ -9,7 +9,7 @@ RUN := $(VENV)/bin/python
 READY := $(VENV)/.ready
 endif
 
-.PHONY: demo test test-gpu lint bench docs clean
+.PHONY: demo test test-gpu test-gpu-all lint bench docs clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	@echo "Setting up $(VENV), once: 3 GB with torch's CPU build, more with its CUDA build"
@@ -28,6 +28,9 @@ test: $(READY) lint
 	$(RUN) -m pytest $(WORKERS)
 
 test-gpu: $(READY)
+	$(RUN) -m pytest -m "gpu and not slow" $(WORKERS)
+
+test-gpu-all: $(READY)
 	$(RUN) -m pytest -m gpu $(WORKERS)
 
 lint: $(READY)

@@ -48,14 +48,20 @@ def _label(sample: Sample, kernel: Kernel) -> str:
     return kernel.name if len(functions) == 1 else f"{kernel.name}-{sample.name}"
 
 
+def _is_first(sample: Sample) -> bool:
+    return next(s for s in SAMPLES if s.operator == sample.operator and s.kernels) is sample
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """`sample` alone: every sample; with `kernel` (as by `run`): each kernel, where it can run.
 
     With `device` each of them on each device. The fixtures `takes_...`, `has_...`, `is_compiled`,
-    `records_grad` and `cuda_only` leave the others out.
+    `records_grad` and `cuda_only` leave the others out. With `exhaustive` a kernel that a GPU
+    compiles at a first call comes twice: with False, and marked slow with True. With
+    `first_of_operator` such kernels are marked slow for all functions of an operator but one.
     """
     used = metafunc.fixturenames
-    names = [n for n in ("sample", "kernel", "device") if n in used]
+    names = [n for n in ("sample", "kernel", "device", "exhaustive") if n in used]
     if names == ["device"]:
         metafunc.parametrize(names, ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)], True)
     if "sample" not in names:
@@ -77,8 +83,21 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
                 label = sample.name if kernel is None else _label(sample, kernel)
                 marks = [pytest.mark.gpu] if device == "cuda" else []
                 case_id = f"{label}-{device}" if "device" in names else label
+                compiles = device == "cuda" and kernel is not None and kernel.backend in COMPILED
+                values["exhaustive"] = not compiles
+                if compiles and "first_of_operator" in used and not _is_first(sample):
+                    marks.append(pytest.mark.slow)
                 cases.append(pytest.param(*(values[n] for n in names), id=case_id, marks=marks))
+                if compiles and "exhaustive" in names:
+                    values["exhaustive"], marks = True, [*marks, pytest.mark.slow]
+                    given = (values[n] for n in names)
+                    cases.append(pytest.param(*given, id=f"{case_id}-exhaustive", marks=marks))
     metafunc.parametrize(names, cases, indirect=["device"] if "device" in names else False)
+
+
+@pytest.fixture
+def first_of_operator() -> None:
+    """One function stands for all of its operator, which share their kernels."""
 
 
 @pytest.fixture

@@ -170,7 +170,7 @@ def _capture_cold(sample: Sample, variant: str, backend: str, warm: str, cache: 
 
 
 def test_scenario_13_cold_capture_names_warmup(
-    accepted, sample, is_compiled, cuda_only, kernel, device, tmp_path
+    accepted, sample, is_compiled, cuda_only, first_of_operator, kernel, device, tmp_path
 ) -> None:
     name, inputs = accepted(m=5)[0]
     chosen = dispatch.explain(sample.function, **inputs, backend=kernel.backend).chosen

@@ -37,12 +37,12 @@ def test_scenario_16_repeats_are_bit_equal(run, accepted, sample, kernel, device
 
 
 def test_scenario_16_batch_invariance(
-    run, accepted, refused, sample, has_rows, kernel, device
+    run, accepted, refused, sample, has_rows, kernel, device, exhaustive
 ) -> None:
     """Row 0, and every other row, has the same bits whatever the number of rows."""
-    for name, inputs in accepted(m=max(ROWS)):
+    for number, (name, inputs) in enumerate(accepted(m=max(ROWS))):
         want = run(inputs)
-        for count in ROWS:
+        for count in ROWS if exhaustive or number == 0 else (1, 33):
             fewer = _first_rows(sample, inputs, count)
             if refused(fewer):
                 continue

@@ -64,18 +64,21 @@ def test_scenario_10_thresholds_of_m(
             sample.compare(result, expected[:m], f"M = {m}")
 
 
-def test_scenario_09_shards(run, accepted, sample, not_reference, kernel, device) -> None:
+def test_scenario_09_shards(
+    run, accepted, sample, not_reference, kernel, device, exhaustive
+) -> None:
     """Each shard size in each of the sizes, against the reference."""
+    count = 3 if exhaustive else 1
     for name, size in itertools.product(sample.sizes, SHARDS):
         others = {other: 192 for other in sample.sizes if other != name}
-        for variant, inputs in accepted(faithful=True, m=5, **{name: size}, **others)[:3]:
+        for variant, inputs in accepted(faithful=True, m=5, **{name: size}, **others)[:count]:
             want = tensors(sample.function(**inputs, backend="reference"))
             for result, expected in zip(run(inputs), want):
                 sample.compare(result, expected, f"{variant}, {name} = {size}")
 
 
 def test_each_configuration_gives_the_same_bits(
-    run, accepted, sample, has_configs, cuda_only, kernel, device, generator
+    run, accepted, sample, has_configs, cuda_only, kernel, device, generator, exhaustive
 ) -> None:
     """Tests can force any legal configuration; a few of those that `farro tune` would time."""
     describe, heuristic = dispatch._DESCRIBERS[sample.function], kernel.config
@@ -84,7 +87,9 @@ def test_each_configuration_gives_the_same_bits(
         want = run(inputs)
         legal = list(kernel.configs(describe(**inputs)[1]))
         assert legal
-        for pick in torch.randperm(len(legal), generator=generator)[:6].tolist():
+        for pick in torch.randperm(len(legal), generator=generator)[
+            : 6 if exhaustive else 2
+        ].tolist():
             dispatch.forget()
             object.__setattr__(kernel, "config", lambda problem, c=legal[pick]: c)
             try:

@@ -45,6 +45,19 @@ def but_its_ring(c: Config) -> tuple[Any, ...]:
     return c.policy, c.tile, c.cluster, c.staged, c.ahead, c.multicast
 
 
+def usual(kind: Kind, n: int) -> list[Config]:
+    """Those that every run takes, for outputs of n columns; the others are for exhaustive runs.
+
+    Every kernel without an epilogue, where rows of the output are no multiple of 32; a few with
+    each epilogue, for one of both kinds of rows.
+    """
+    name = next(m for m, k in KINDS.items() if (k.scaled, k.fast) == (kind.scaled, kind.fast))
+    if not kind.epilogue:
+        return shapes(kind) if n % 32 else some(kind)
+    aligned = EPILOGUES[name].index(kind.epilogue) % 2 == 0
+    return some(kind) if (n % 32 == 0) == aligned else []
+
+
 def depths(kind: Kind) -> list[Config]:
     """Every ring of some()."""
     wanted = [but_its_ring(c) for c in some(kind)]

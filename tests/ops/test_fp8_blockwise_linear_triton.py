@@ -211,14 +211,15 @@ def spread(problem, family, count):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("count", (2, pytest.param(6, marks=pytest.mark.slow)))
 @pytest.mark.parametrize("family", triton_configs.FAMILIES)
-def test_every_family_on_a_gpu(family, generator):
+def test_every_family_on_a_gpu(family, count, generator):
     for m, n, k in ((1, 208, 528), (130, 400, 1040), (300, 1000, 256)):
         for exact in (False, True):
             values = dict(codes="small", scales="powers") if exact else {}
             case = BlockwiseCase("forced", m, n, k, **values)
             call = case.build("cuda", seed_of(generator))
-            for config in spread(call.problem, family, 6):
+            for config in spread(call.problem, family, count):
                 out = torch.full((m, n), math.nan, dtype=BF16, device="cuda")
                 triton.run(config, *(call.arguments[name] for name in NAMES), out, False)
                 told = f"{config} {m}x{n}x{k}"
@@ -232,7 +233,7 @@ def test_every_family_on_a_gpu(family, generator):
 def test_rows_do_not_depend_on_the_batch_on_a_gpu(family, generator):
     call = BlockwiseCase("batch", 257, 400, 1040).build("cuda", seed_of(generator))
     operands = [call.arguments[name] for name in NAMES]
-    for config in spread(call.problem, family, 4):
+    for config in spread(call.problem, family, 2):
         whole = torch.empty(257, 400, dtype=BF16, device="cuda")
         triton.run(config, *operands, whole, False)
         for m in (1, 2, 17, 33, 128):

@@ -20,6 +20,7 @@ from .fp8_sm90_forced import (
     FP32,
     KINDS,
     Operands,
+    but_its_ring,
     check,
     depths,
     forced,
@@ -28,11 +29,14 @@ from .fp8_sm90_forced import (
     same,
     shapes,
     some,
+    usual,
 )
 from .sm90_forced import compile_all, skip_without_it
 
 pytestmark = pytest.mark.gpu
 kinds = pytest.mark.parametrize("name", KINDS)
+SWEEPS = (False, pytest.param(True, marks=pytest.mark.slow))
+every_kernel = pytest.mark.parametrize("every", SWEEPS, ids=("usual", "exhaustive"))
 # beyond a tile of each size and a single tile of all; tails of N in 16 and in 32, of K in 16
 SHAPES = (
     *((1, 16, 16), (9, 96, 304), (130, 400, 1040), (257, 1008, 528), (65, 144, 2064)),
@@ -46,41 +50,55 @@ def kind_of(name, epilogue):
     return dataclasses.replace(KINDS[name], epilogue=epilogue)
 
 
+def compile_for(kind, n, found):
+    """On all cores, those that are not compiled yet."""
+    compile_all([gemm.kernel_name(config, kind, n) for config in found])
+
+
+def kernels_of(name, every):
+    """Source and name of what a run takes of a kind, with each epilogue."""
+    return [
+        gemm.kernel_name(config, kind, n)
+        for kind in (kind_of(name, epilogue) for epilogue in EPILOGUES[name])
+        for n in (16, 32)
+        for config in (shapes(kind) if every else usual(kind, n))
+    ]
+
+
 @pytest.fixture(scope="module", autouse=True)
 def compiled():
+    """What every run takes; an exhaustive test compiles the rest by itself."""
     skip_without_it()
-    wanted = [
-        gemm.kernel_name(config, kind_of(name, epilogue), n)
-        for name, kind in KINDS.items()
-        for epilogue in EPILOGUES[name]
-        for config in shapes(kind)
-        for n in (16, 32)
-    ]
-    wanted += [gemm.kernel_name(c, kind, 16) for kind in KINDS.values() for c in depths(kind)]
+    wanted = [kernel for name in KINDS for kernel in kernels_of(name, False)]
     chosen = {configs.heuristic(KINDS["scaled"], m, 1008, 2576) for m in CHOICES}
     compile_all(wanted + [gemm.kernel_name(config, KINDS["scaled"], 1008) for config in chosen])
 
 
+@every_kernel
 @kinds
-def test_every_tile_and_epilogue(name, generator):
+def test_every_tile_and_epilogue(name, every, generator):
     """Sums of few bits: each element is the exact one, or what GELU makes of it."""
+    compile_all(kernels_of(name, every))
     for epilogue in EPILOGUES[name]:
         for m, n, k in (*SHAPES, MANY_TILES):
             given = operands(m, n, k, kind_of(name, epilogue), generator, exact=True)
-            for config in shapes(KINDS[name]):
+            for config in shapes(given.kind) if every else usual(given.kind, n):
                 if (m, n, k) != MANY_TILES or config.policy == "large":
                     what = f"{config} {given.kind} {m}x{n}x{k}"
                     check(forced(config, given), given, True, what)
 
 
+@every_kernel
 @kinds
-def test_full_codes(name, generator):
+def test_full_codes(name, every, generator):
     """Codes and scales as quantizers make them: errors of the tensor cores' sums are bounded."""
+    if every:
+        compile_all(kernels_of(name, every))
     for m, n, k in ((1, 256, 4096), (70, 272, 7168), (300, 400, 2064), (257, 144, 528)):
         given = operands(m, n, k, kind_of(name, EPILOGUES[name][-1]), generator)
         plain = dataclasses.replace(given, kind=KINDS[name])
-        for config in shapes(KINDS[name]):
-            for inputs in (given, plain):
+        for inputs in (given, plain):
+            for config in shapes(inputs.kind) if every else usual(inputs.kind, n):
                 check(forced(config, inputs), inputs, False, f"{config} {inputs.kind} {m}x{n}x{k}")
 
 
@@ -92,10 +110,12 @@ def test_every_k_tail(name, generator):
             check(forced(config, given), given, True, f"{config} {name} K={k}")
 
 
+@every_kernel
 @kinds
-def test_clusters_with_more_ctas_than_blocks_of_k(name, generator):
+def test_clusters_with_more_ctas_than_blocks_of_k(name, every, generator):
     """Some have nothing to multiply, and give zeros."""
-    kind = kind_of(name, BIAS)
+    kind = kind_of(name, BIAS if every else 0)
+    compile_for(kind, 144, shapes(kind))
     for k in (16, 128, 144, 272, 400, 912, 1040):
         given = operands(21, 144, k, kind, generator, exact=True)
         for config in shapes(kind):
@@ -103,11 +123,15 @@ def test_clusters_with_more_ctas_than_blocks_of_k(name, generator):
                 check(forced(config, given), given, True, f"{config} {name} K={k}")
 
 
+@every_kernel
 @kinds
-def test_every_depth_of_the_ring(name, generator):
-    """Rings that hold all of K, and rings that go around many times."""
+def test_every_depth_of_the_ring(name, every, generator):
+    """Rings that hold all of K, and rings that go around many times; or the deepest of each."""
     given = operands(150, 208, 5008, KINDS[name], generator, exact=True)
-    for config in depths(KINDS[name]):
+    deepest = {but_its_ring(c): c for c in depths(KINDS[name])}.values()
+    configs = depths(KINDS[name]) if every else list(deepest)
+    compile_for(KINDS[name], 208, configs)
+    for config in configs:
         check(forced(config, given), given, True, f"{config} {name}")
 
 
@@ -169,7 +193,7 @@ def test_views_of_out_bias_and_residual(name, epilogue, generator):
         }
         for way, residual in residuals.items() if epilogue & RESIDUAL else [("none", None)]:
             inputs = dataclasses.replace(given, residual=residual)
-            for config in some(kind):
+            for config in (c for c in some(kind) if c in usual(kind, n)):
                 what = f"{config} {kind} {m}x{n}x{k} residual {way}"
                 want = forced(config, inputs)
                 check(want, inputs, True, what)
@@ -192,7 +216,7 @@ def test_views_of_out_bias_and_residual(name, epilogue, generator):
 def test_a_residual_that_is_the_output(name, generator):
     """In place, in rows that are aligned and in rows that are not."""
     kind = kind_of(name, BIAS | RESIDUAL)
-    for m, n, k in ((1, 80, 304), (130, 272, 400), (300, 192, 528)):
+    for m, n, k in ((1, 80, 304), (130, 272, 400), (300, 208, 528)):
         given = operands(m, n, k, kind, generator, exact=True)
         for config in some(kind):
             want = forced(config, given)
@@ -221,9 +245,11 @@ def test_alpha_of_any_kind(name, generator):
 # --- rows, values, order -------------------------------------------------------------------------
 
 
+@every_kernel
 @kinds
-def test_what_is_not_finite_stays_in_its_row_and_column(name, generator):
-    kind = kind_of(name, BIAS)
+def test_what_is_not_finite_stays_in_its_row_and_column(name, every, generator):
+    kind = kind_of(name, BIAS if every else 0)
+    compile_for(kind, 400, shapes(kind))
     given = operands(150, 400, 1040, kind, generator)
     for config in shapes(kind):
         want = forced(config, given)
@@ -241,10 +267,12 @@ def test_what_is_not_finite_stays_in_its_row_and_column(name, generator):
         same(out[clean], want[clean], f"{config} {kind}")
 
 
+@every_kernel
 @kinds
-def test_a_row_does_not_depend_on_the_others(name, generator):
+def test_a_row_does_not_depend_on_the_others(name, every, generator):
     """Bit for bit, alone and in a batch, wherever it lies in a tile."""
-    given = operands(300, 400, 1040, kind_of(name, EPILOGUES[name][-1]), generator)
+    given = operands(300, 400, 1040, kind_of(name, EPILOGUES[name][-1 if every else 0]), generator)
+    compile_for(given.kind, 400, shapes(given.kind))
     for config in shapes(KINDS[name]):
         whole = forced(config, given)
         for rows in (slice(0, 1), slice(299, 300), slice(5, 70), slice(100, 257), slice(131, 140)):
@@ -255,7 +283,7 @@ def test_a_row_does_not_depend_on_the_others(name, generator):
 @kinds
 def test_runs_are_equal(name, generator):
     """Races between producers and consumers would show as differences."""
-    problems = {"large": (1000, 2048, 2048), "small": (100, 2048, 4096)}
+    problems = {"large": (1000, 2064, 2048), "small": (100, 2064, 4096)}
     for policy, (m, n, k) in problems.items():
         given = operands(m, n, k, KINDS[name], generator, exact=True)
         for config in shapes(KINDS[name]):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
@@ -38,6 +39,21 @@ MANY_TILES = (2100, 1100, 456)  # more tiles than SMs, so that rings go on from 
 CHOICES = (1, 7, 8, 9, 16, 17, 32, 33, 64, 65, 100, 128, 129, 256, 257, 300)  # rows, to 1000 x 2560
 
 
+# Without the exhaustive run: every tile with groups of 64, every fifth with others
+SWEEPS = (False, pytest.param(True, marks=pytest.mark.slow))
+every_tile = pytest.mark.parametrize("every", SWEEPS, ids=("usual", "exhaustive"))
+
+
+def tiles(policy, group_size, every):
+    found = shapes(policy, group_size)
+    return found if every or group_size == 64 else found[GROUP_SIZES.index(group_size) :: 5]
+
+
+def usual_types(group_size):
+    """Beside FP32 each group size has one of the 16-bit types."""
+    return FP32, (BF16 if group_size in (64, 256) else FP16)
+
+
 def depths(group_size):
     """SMALL and PAIRED with every legal ring from 2 to 24 stages, in steps."""
     wanted = (dataclasses.replace(c, stages=s) for c in (SMALL, PAIRED) for s in (2, 3, 5, 12, 24))
@@ -46,28 +62,32 @@ def depths(group_size):
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled():
+    """What every run takes; an exhaustive test compiles the rest by itself."""
     skip_without_it()
-    wanted = [
-        sm90_launch.kernel_name(config, group_size, dtype)
+    found = [
+        (config, group_size, FP32)
         for group_size in GROUP_SIZES
         for policy in ("large", "small")
-        for config in shapes(policy, group_size)
-        for dtype in (FP32, BF16, FP16)
-        if dtype is FP32 or config in SOME
+        for config in tiles(policy, group_size, False)
     ]
-    chosen = [(sm90.heuristic(m, 1000, 2560, g), g) for m in CHOICES for g in GROUP_SIZES]
-    wanted += [sm90_launch.kernel_name(c, g, FP32) for g in GROUP_SIZES for c in depths(g)]
-    compile_all(wanted + [sm90_launch.kernel_name(config, g, FP32) for config, g in chosen])
+    found += [
+        (config, g, dtype) for config in SOME for g in GROUP_SIZES for dtype in usual_types(g)
+    ]
+    found += [(sm90.heuristic(m, 1000, 2560, g), g, FP32) for m in CHOICES for g in GROUP_SIZES]
+    compile_all([sm90_launch.kernel_name(*each) for each in found])
 
 
+@every_tile
 @pytest.mark.parametrize("policy", ("large", "small"))
 @pytest.mark.parametrize("group_size", GROUP_SIZES)
-def test_every_tile(group_size, policy, generator):
+def test_every_tile(group_size, policy, every, generator):
+    configs = tiles(policy, group_size, every)
+    compile_all([sm90_launch.kernel_name(c, group_size, FP32) for c in configs])
     problems = [*SHAPES, MANY_TILES] if policy == "large" else SHAPES
     for m, n, k in problems:
         inputs = operands(m, n, k, group_size, generator)
         want = expected(inputs, group_size)
-        for config in shapes(policy, group_size):
+        for config in configs:
             out = forced(config, inputs, group_size)
             same(out, want, f"{config} {m}x{n}x{k} G{group_size}")
 
@@ -85,7 +105,9 @@ def test_every_k_tail(group_size, config, generator):
 @pytest.mark.parametrize("config", SOME, ids=str)
 @pytest.mark.parametrize("dtype", (BF16, FP16, FP32), ids=str)
 def test_output_types_biases_and_views(dtype, config, generator):
-    for m, n, k, group_size in ((70, 264, 700, 64), (33, 131, 300, 256), (300, 192, 528, 128)):
+    sizes = ((70, 264, 700), (33, 131, 300), (300, 192, 528))
+    groups = [g for g in GROUP_SIZES if dtype in usual_types(g)]
+    for (m, n, k), group_size in zip(sizes, itertools.cycle(groups)):
         plain = operands(m, n, k, group_size, generator)
         for bias in (None, BF16, FP16, FP32, "strided"):
             added = None
@@ -147,7 +169,7 @@ def test_values(config, generator):
     kinds = [0.0, -0.0, float("inf"), -float("inf"), float("nan"), -3.0, 1e-40, 3e38]
     for group_size in GROUP_SIZES:
         inputs = operands(50, 300, 700, group_size, generator, values=kinds)
-        for dtype in (FP32, BF16, FP16):
+        for dtype in usual_types(group_size):
             out = forced(config, inputs, group_size, dtype)
             assert_bit_equal(out, expected(inputs, group_size, dtype), f"{config} {dtype}")
         inputs[0].fill_(-128)
@@ -179,23 +201,27 @@ def test_rows_do_not_depend_on_rows(config, generator):
         same(part, whole[rows].contiguous(), f"{config} {rows}")
 
 
-def test_runs_are_equal(generator):
+@every_tile
+def test_runs_are_equal(every, generator):
     """Races between producers and consumers would show as differences."""
     for group_size in GROUP_SIZES:
         for policy, m in (("large", 1000), ("small", 100)):
             inputs = operands(m, 4096, 2048, group_size, generator)
             want = expected(inputs, group_size)
-            for config in shapes(policy, group_size):
+            for config in tiles(policy, group_size, every):
                 for turn in range(6):
                     out = forced(config, inputs, group_size)
                     same(out, want, f"{config} G{group_size} turn {turn}")
 
 
-@pytest.mark.parametrize("group_size", GROUP_SIZES)
+@pytest.mark.parametrize(
+    "group_size", [g if g == 64 else pytest.param(g, marks=pytest.mark.slow) for g in GROUP_SIZES]
+)
 def test_every_depth_of_the_ring(group_size, generator):
     """Few rows: rings that hold all of K, and rings that go around many times."""
     inputs = operands(70, 200, 5000, group_size, generator)
     want = expected(inputs, group_size)
+    compile_all([sm90_launch.kernel_name(c, group_size, FP32) for c in depths(group_size)])
     for config in depths(group_size):
         same(forced(config, inputs, group_size), want, f"{config} G{group_size}")
 

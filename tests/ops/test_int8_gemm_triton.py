@@ -199,15 +199,16 @@ def on(tensors, group_size):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("count", (2, pytest.param(6, marks=pytest.mark.slow)))
 @pytest.mark.parametrize("family", triton_configs.FAMILIES)
 @pytest.mark.parametrize("group_size", GROUP_SIZES)
-def test_every_family_on_a_gpu(group_size, family, generator):
+def test_every_family_on_a_gpu(group_size, family, count, generator):
     for m, n, k in ((1, 208, 528), (130, 392, 1040), (300, 1000, 256)):
         tensors = operands(m, n, k, group_size, generator)
         *inputs, out = tensors
         want = torch.empty_like(out)
         reference.run(None, *inputs, want, group_size)
-        for config in sample(on(tensors, group_size), family, 6):
+        for config in sample(on(tensors, group_size), family, count):
             out.fill_(float("nan"))
             triton.run(config, *inputs, out, group_size)
             assert_bit_equal(out, want, f"{config} {m}x{n}x{k}")

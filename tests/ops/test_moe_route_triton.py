@@ -79,8 +79,14 @@ def test_cases_on_a_gpu(case, generator):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("cap", (300, 4096, None))
-@pytest.mark.parametrize("dtype", (torch.int32, torch.int64))
+@pytest.mark.parametrize(
+    "dtype, cap",
+    [
+        *((torch.int32, 300), (torch.int64, None)),
+        *(pytest.param(torch.int32, cap, marks=pytest.mark.slow) for cap in (4096, None)),
+        *(pytest.param(torch.int64, cap, marks=pytest.mark.slow) for cap in (300, 4096)),
+    ],
+)
 def test_every_plan_configuration_on_a_gpu(dtype, cap, generator):
     ids = torch.randint(-1, 20, (5000, 8), generator=generator).to("cuda", dtype)
     ids[1000:2000] = 3

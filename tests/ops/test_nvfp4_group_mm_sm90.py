@@ -30,6 +30,23 @@ def shapes(bf16: bool = True) -> list[Config]:
     return list(found)
 
 
+def usual(bf16: bool) -> list[Config]:
+    """Those that every run takes: two of each number of tokens and way to expand, and
+    one of each number of warpgroups.
+    """
+    found: dict[tuple[int, bool], list[Config]] = {}
+    for config in shapes(bf16):
+        found.setdefault((config.tokens, config.inside), []).append(config)
+    picks = ({i % len(alike), (i + 3) % len(alike)} for i, alike in enumerate(found.values()))
+    chosen = [alike[i] for alike, pick in zip(found.values(), picks) for i in sorted(pick)]
+    widest = {config.consumers: config for config in shapes(bf16)}
+    return list(dict.fromkeys([*chosen, *widest.values()]))
+
+
+SWEEPS = (False, pytest.param(True, marks=pytest.mark.slow))
+every_kernel = pytest.mark.parametrize("every", SWEEPS, ids=("usual", "exhaustive"))
+
+
 def test_chosen_configurations_are_legal():
     sizes = ((1, 32, 32, 1), (8, 28672, 4096, 16), (128, 1536, 2048, 8), (4096, 64, 96, 300))
     for e, m, k, cap in (*sizes, (3, 0, 0, 0), (1, 4096, 7168, 70), (2, 512, 512, 4000)):
@@ -155,11 +172,12 @@ def test_many_tokens_are_expanded_before(monkeypatch):
 # --- on a GPU ------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def compiled():
+def compiled(bf16: bool, every: bool) -> list[Config]:
+    """Configurations whose kernels are ready."""
     skip_without_it()
-    wanted = [sm90.kernel_name(c, b) for b in (False, True) for c in shapes(b)]
-    compile_all([*wanted, *(sm90.expand_name(b) for b in (False, True))])
+    found = shapes(bf16) if every else usual(bf16)
+    compile_all([*(sm90.kernel_name(c, bf16) for c in found), sm90.expand_name(bf16)])
+    return found
 
 
 @pytest.mark.gpu
@@ -173,17 +191,18 @@ def test_cases_on_a_gpu(case, generator):
 
 
 @pytest.mark.gpu
-@pytest.mark.usefixtures("compiled")
+@every_kernel
 @pytest.mark.parametrize("coded", (True, False), ids=("W4A4", "W4A16"))
-def test_every_configuration(coded, generator):
+def test_every_configuration(coded, every, generator):
     """Sums of few bits: each element is the exact one; rows of no token keep their bytes."""
+    configs = compiled(not coded, every)
     for e, m, k, cap in ((3, 96, 160, 20), (5, 544, 1376, 9), (2, 320, 1024, 300)):
         for ragged in (False, True):
             name = f"{e} {m} {k} {cap} {ragged}"
             case = GroupCase(name, e, m, k, cap, ragged, coded, values="exact")
             call = case.build("cuda", int(torch.randint(2**31, (1,), generator=generator)))
             out = call.arguments["out"]
-            for config in shapes(not coded):
+            for config in configs:
                 out.fill_(7)
                 sm90.run(config, out, *call.operands)
                 wrong = call.differs(0, out, call.expected[0])
@@ -210,8 +229,9 @@ def dense_choices(call):
 
 
 @pytest.mark.gpu
-@pytest.mark.usefixtures("compiled")
-def test_infinities_are_those_of_the_formula(generator):
+@every_kernel
+def test_infinities_are_those_of_the_formula(every, generator):
+    configs = compiled(True, every)
     for e, m, k, cap in ((3, 96, 160, 20), (2, 544, 1376, 9), (2, 320, 1024, 300)):
         for ragged in (False, True):
             case = GroupCase(f"inf {m} {ragged}", e, m, k, cap, ragged, coded=False)
@@ -220,7 +240,7 @@ def test_infinities_are_those_of_the_formula(generator):
             dense_choices(call)
             out, want = call.arguments["out"], call.expected[0]
             assert want.isinf().any() and want.isnan().any() and want.isfinite().any()
-            for config in shapes():
+            for config in configs:
                 out.fill_(7)
                 sm90.run(config, out, *call.operands)
                 wrong = call.differs(0, out, want)
@@ -232,12 +252,13 @@ def test_infinities_are_those_of_the_formula(generator):
 
 
 @pytest.mark.gpu
-@pytest.mark.usefixtures("compiled")
-def test_rows_do_not_depend_on_others_and_runs_are_equal(generator):
+@every_kernel
+def test_rows_do_not_depend_on_others_and_runs_are_equal(every, generator):
+    configs = compiled(False, every)
     case = GroupCase("rows", 4, 512, 2048, 40, counts="full")
     call = case.build("cuda", int(torch.randint(2**31, (1,), generator=generator)))
     a_comp, e_meta, sfa, b_act, sfb, alphas, counts = call.operands
-    for config in shapes(False):
+    for config in configs:
         out, again = (torch.full((4, 40, 512), 7.0, dtype=torch.bfloat16).cuda() for _ in "ab")
         sm90.run(config, out, a_comp, e_meta, sfa, b_act, sfb, alphas, counts)
         for _ in range(3):
