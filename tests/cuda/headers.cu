@@ -1,4 +1,5 @@
 // Kernels that each use one piece of farro/cuda/include, for test_headers.py.
+#include "experts.cuh"
 #include "fp8_scales.cuh"
 #include "nvfp4.cuh"
 #include "output.cuh"
@@ -422,6 +423,26 @@ __global__ void visit(int* to, int row_tiles, int column_tiles, int raster) {
   const int t = blockIdx.x * blockDim.x + threadIdx.x;
   if (t < row_tiles * column_tiles)
     tile_at(t, row_tiles, column_tiles, raster, to[2 * t], to[2 * t + 1]);
+}
+
+// ---- Tiles of experts: the first warp adds them up, then each warp takes every `step`-th tile ----
+
+__global__ void __launch_bounds__(128)
+    share_tiles(const int* counts, int* sums, int* owners, int experts, int rows, int step) {
+  int* first = reinterpret_cast<int*>(raw);
+  add_up_tiles(first, experts, [&](int e) { return (counts[e] + rows - 1) / rows; });
+  __syncthreads();
+  for (int e = threadIdx.x; e <= experts; e += 128) sums[e] = first[e];
+  const int tiles = first[experts];
+  int expert = 0;
+  for (int tile = threadIdx.x / 32; tile < tiles; tile += step) {
+    to_expert_of(tile, first, experts, expert);
+    owners[32 * tile + threadIdx.x % 32] = expert;
+  }
+}
+
+__global__ void __launch_bounds__(128) first_of_warp(const int* from, int* to) {
+  to[threadIdx.x] = uniform(from[threadIdx.x]);
 }
 
 // ---- Parts of the FP8 kernels: scales of a tile's rows, and GELU ----

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import io
+import itertools
 import re
 from pathlib import Path
 
@@ -49,7 +50,7 @@ NAMES = (
     *(f"{name}<{bf16}>" for name in ("multiply_pairs", "expand_units") for bf16 in BOOLEANS),
     *("reverse_in_pairs", "trade_registers", "read_bias", "visit", "gelu_all"),
     *("copy_bulk", "expand_blocks", "rows_of_experts", "decode_bytes", "widen_halves"),
-    *("copy_partly", "write_late", "read_after"),
+    *("copy_partly", "write_late", "read_after", "share_tiles", "first_of_warp"),
 )
 
 
@@ -486,6 +487,56 @@ def test_tiles_in_bands(raster):
             for row in range(first, min(first + raster, row_tiles))
         ]
         assert out.tolist() == want, (row_tiles, column_tiles)
+
+
+def token_counts(experts, kind, generator):
+    """Rows of each expert: some, as many as make one tile each, few experts only, or none."""
+    if kind == "some":
+        return torch.randint(0, 100, (experts,), generator=generator)
+    if kind == "one tile each":
+        return torch.ones(experts, dtype=torch.int64)
+    counts = torch.zeros(experts, dtype=torch.int64)
+    if kind == "few":  # the others are skipped in one search
+        counts[torch.randint(experts, (2,), generator=generator)] = 500
+    return counts
+
+
+def launch_tiles(counts, rows, step):
+    """The sums of tiles, and the expert of each tile as each lane sees it (-1: not taken)."""
+    experts, tiles = len(counts), int((-(-counts // rows)).sum())
+    sums = torch.full((experts + 1,), -1, dtype=torch.int32, device="cuda")
+    owners = torch.full((tiles + 1, 32), -1, dtype=torch.int32, device="cuda")
+    sizes = (ctypes.c_int(size) for size in (experts, rows, step))
+    given = (counts.int().cuda(), sums, owners, *sizes)
+    launch("share_tiles", given, 128, shared=4 * (experts + 1))
+    return sums.tolist(), owners.cpu()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ("some", "one tile each", "few", "none"))
+@pytest.mark.parametrize("experts", (1, 7, 31, 32, 33, 128, 257, 4096))
+def test_whose_a_tile_is(experts, kind, generator):
+    """Neighbouring tiles, and tiles so far apart that a search jumps over experts."""
+    counts = token_counts(experts, kind, generator)
+    for rows in (1, 16, 64):
+        of_each = [-(-count // rows) for count in counts.tolist()]
+        before = [0, *itertools.accumulate(of_each)]
+        want = torch.arange(experts).repeat_interleave(torch.tensor(of_each))
+        for step in (4, 132):
+            sums, owners = launch_tiles(counts, rows, step)
+            assert sums == before, (rows, step)
+            taken = torch.arange(len(want)) % step < 4  # four warps begin at tiles 0 to 3
+            seen = torch.where(taken, want, -1)[:, None]
+            assert (owners[:-1] == seen).all(), (rows, step)
+            assert (owners[-1] == -1).all(), "a tile past the last one"
+
+
+@pytest.mark.gpu
+def test_a_lane_speaks_for_its_warp(generator):
+    given = integers((128,), generator)
+    out = torch.zeros_like(given, device="cuda")
+    launch("first_of_warp", (given.cuda(), out), 128)
+    assert torch.equal(out.cpu(), given[::32].repeat_interleave(32))
 
 
 @pytest.mark.gpu
