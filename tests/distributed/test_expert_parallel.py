@@ -75,11 +75,42 @@ def test_a_rank_whose_experts_raise(tmp_path):
     assert "ok fails" in run(2, tmp_path, ["fails"])[1]
 
 
-@pytest.mark.gpu
-def test_two_gpus(tmp_path):
+# --- over NCCL, a GPU a process ------------------------------------------------------------------
+
+
+@pytest.fixture
+def two_gpus():
     if torch.cuda.device_count() < 2:
         pytest.skip(f"needs two GPUs, there is {torch.cuda.device_count()}")
-    run(2, tmp_path, ["even", "uneven", "nvfp4", "argument", "mismatch"], backend="nccl")
+    if not torch.distributed.is_nccl_available():
+        pytest.skip("this torch has no NCCL")
+
+
+@pytest.mark.gpu
+def test_two_gpus(two_gpus, tmp_path):
+    """The bits of one process, for uneven and empty ranks too; wrong arguments end one call."""
+    scenarios = ["even", "uneven", "nvfp4", "nvfp4_exact", "argument", "mismatch"]
+    told = run(2, tmp_path, scenarios, backend="nccl")
+    for rank in range(2):
+        for name in scenarios:
+            assert f"ok {name}" in told[rank]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("how", ("stalls", "dies", "fails"))
+def test_a_lost_rank_ends_the_other_gpu(two_gpus, how, tmp_path):
+    """In each case rank 0 raises within the group's timeout, under TORCH_NCCL_BLOCKING_WAIT=1."""
+    assert f"ok {how}" in run(2, tmp_path, [how], backend="nccl")[0]
+
+
+@pytest.mark.gpu
+def test_the_watchdog_ends_the_other_gpu(two_gpus, tmp_path):
+    """As torch is by default: the process ends, and what it printed tells of the timeout."""
+    with pytest.raises(AssertionError, match=r"rank 0 ended with -?[1-9]"):
+        run(2, tmp_path, ["watchdog"], backend="nccl")
+    told = (tmp_path / "rank0").read_text()
+    assert "Watchdog caught collective operation timeout" in told, told[-3000:]
+    assert "went on without" not in told
 
 
 def test_the_example_of_the_documents():
