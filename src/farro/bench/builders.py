@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import multiprocessing
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,8 @@ from typing import Any
 import torch
 
 from . import adapter
-from .case import Case, Options, backends_of
+from .case import Case, Missing, Options, backends_of
+from .kept import forget
 
 STALL_S = 120.0  # a compiler that needs longer for one configuration is taken to hang
 
@@ -33,6 +35,34 @@ class Task:
     config: Any
 
 
+@dataclass(frozen=True)
+class Everything:
+    """All ways to compute a problem, the peers' too."""
+
+    operator: str
+    sizes: tuple[tuple[str, int], ...]
+    options: Options
+    backends: tuple[str, ...]
+
+
+def run_all(task: Everything) -> None:
+    """Run each way once, so that what it compiles lies in its cache on disk."""
+    case = adapter(task.operator).build(dict(task.sizes), task.options)
+    failed = []
+    for subject in case.subjects(task.backends):
+        if isinstance(subject, Missing):
+            continue
+        try:
+            subject.call()
+            if case.options.device.type == "cuda":
+                torch.cuda.synchronize(case.options.device)
+        except Exception as error:  # a peer's own; the run names it
+            failed.append(f"{subject.name}: {type(error).__name__}: {error}"[:200])
+    forget()
+    if failed:
+        raise RuntimeError("; ".join(failed))
+
+
 def run_once(task: Task, case: Case) -> None:
     """Compile and run a configuration, to the end."""
     operator, _ = case.problem()
@@ -46,12 +76,17 @@ def run_once(task: Task, case: Case) -> None:
 def _serve(pipe: Connection) -> None:
     """A builder process: answers each task with None, or with why it failed."""
     torch.set_num_threads(1)
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # each would start as many as there are CPUs
     cases: dict[Any, Case] = {}
     while True:
-        task: Task | None = pipe.recv()
+        task: Task | Everything | None = pipe.recv()
         if task is None:
             return
         try:
+            if isinstance(task, Everything):
+                run_all(task)
+                pipe.send(None)
+                continue
             where = (task.sizes, task.options)
             if where not in cases:
                 if len(cases) >= 4:
@@ -75,7 +110,7 @@ class _Builder:
         self.task: int | None = None
         self.since = time.monotonic()
 
-    def give(self, index: int, task: Task) -> None:
+    def give(self, index: int, task: Task | Everything) -> None:
         self.task, self.since = index, time.monotonic()
         self.pipe.send(task)
 
@@ -86,7 +121,10 @@ class _Builder:
 
 
 def build(
-    tasks: Sequence[Task], jobs: int, deadline: float, progress: Callable[[int, int], None]
+    tasks: Sequence[Task | Everything],
+    jobs: int,
+    deadline: float,
+    progress: Callable[[int, int], None],
 ) -> dict[int, str | None]:
     """Run each task once in `jobs` processes until `deadline`: index -> None, or why it failed.
 
@@ -112,7 +150,7 @@ def build(
     return answers
 
 
-def _give(builder: _Builder, index: int, task: Task) -> _Builder:
+def _give(builder: _Builder, index: int, task: Task | Everything) -> _Builder:
     try:
         builder.give(index, task)
     except OSError:  # it ended after its last answer
@@ -144,4 +182,4 @@ def _replace(builders: list[_Builder], index: int, reason: str) -> str:
     return reason
 
 
-__all__ = ["STALL_S", "Task", "backends_of", "build", "run_once"]
+__all__ = ["STALL_S", "Everything", "Task", "backends_of", "build", "run_all", "run_once"]

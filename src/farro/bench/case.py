@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 
 from ..dispatch import _DESCRIBERS, Operator, select
 from ..problem import Problem
+from .figures import Figure
 
 Sizes = Mapping[str, int]
 
@@ -103,6 +104,15 @@ class Case:
             )
         return found
 
+    def subjects(self, backends: Sequence[str] = ("all",)) -> Iterator[Subject | Missing]:
+        """farro's back ends, its other ways, and the peers that were asked for."""
+        operator, _ = self.problem()
+        named = list(backends)
+        yield from self.farro(["auto", *backends_of(operator)] if "all" in named else named)
+        yield from self.extra()
+        if self.options.peers != "none":
+            yield from self.peers()
+
     def _call(self, backend: str) -> Callable[[], Any]:
         function, args, kwargs = self.function, self.args, self.kwargs
         return lambda: function(*args, backend=backend, **kwargs)
@@ -126,6 +136,7 @@ class Adapter:
     ceiling: Callable[[torch.device], Subject | Missing] | None = None
     ceiling_ops: Callable[[torch.device], int] = lambda device: 0
     rank: Callable[[Sizes, Options], int] = lambda sizes, options: 0  # the lowest is run first
+    figures: tuple[Figure, ...] = ()  # what a run's rows are judged by
     about: Mapping[str, Any] = field(default_factory=dict)  # what results tell among settings
     summary: str = ""
 

@@ -10,7 +10,7 @@ import torch
 
 from ..formats.fp8 import quantize, spread
 from ..ops.fp8_blockwise_linear import fp8_blockwise_linear_bf16
-from . import fp8_linear, humming, peers
+from . import fp8_figures, fp8_linear, humming, peers
 from .case import Adapter, Case, Missing, Options, Sizes, Subject
 from .fp8_peers import Blocks, Epilogue, block_products
 from .kept import kept
@@ -110,5 +110,6 @@ ADAPTER = Adapter(
     exact=False,
     ceiling=fp8_linear.ceiling,
     ceiling_ops=fp8_linear.ceiling_ops,
+    figures=fp8_figures.BLOCKWISE,
     summary="FP8 product with a scale for 1x128 and 128x128 blocks, activations already quantized",
 )

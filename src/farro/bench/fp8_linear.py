@@ -10,7 +10,7 @@ import torch
 
 from ..formats.fp8 import quantize
 from ..ops import fp8_linear
-from . import int8_gemm, peers
+from . import fp8_figures, int8_gemm, peers
 from .case import Adapter, Case, Missing, Options, Sizes, Subject
 from .fp8_peers import Epilogue, per_tensor
 from .kept import kept
@@ -143,5 +143,6 @@ ADAPTER = Adapter(
     exact=False,
     ceiling=ceiling,
     ceiling_ops=ceiling_ops,
+    figures=fp8_figures.LINEAR,
     summary="FP8 product with one scale and a fused epilogue, activations already quantized",
 )

@@ -20,6 +20,8 @@ from .peers import Form, wanted
 
 _NAME = "torch._scaled_mm"
 Product = Callable[[], torch.Tensor]
+_SHAPES = 4096  # more than any run has
+_LIMITS = ("recompile_limit", "accumulated_recompile_limit")
 
 
 @dataclass(frozen=True)
@@ -40,13 +42,13 @@ class Epilogue:
 
     def behind(self, products: Iterable[tuple[str, Product]]) -> Iterator[Subject]:
         """Each product, by its name, and one compiled kernel behind it where there is anything."""
-        finish = compiled(elementwise)
         for name, product in products:
             if self.nothing:
                 yield Subject(name, "peer", product)
                 continue
 
             def both(product: Product = product) -> torch.Tensor:
+                finish = compiled(elementwise)
                 result: torch.Tensor = finish(product(), self.bias, self.residual, self.gelu)
                 return result
 
@@ -67,17 +69,17 @@ def elementwise(
     return v.to(torch.bfloat16)
 
 
+@functools.cache
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` compiled for the shapes of one case, at its first call."""
+    """`function` compiled for the shapes of each case, at its first call with them."""
+    from torch._dynamo import config
 
-    @functools.cache
-    def made() -> Callable[..., Any]:
-        # else torch runs it eagerly, without a word, once it has been compiled for eight shapes
-        torch.compiler.reset()
-        found: Callable[..., Any] = torch.compile(function, dynamic=False)
-        return found
-
-    return lambda *arguments: made()(*arguments)
+    # else torch runs it eagerly, without a word, once it has been compiled for eight shapes
+    for name in _LIMITS:
+        if hasattr(config, name):
+            setattr(config, name, max(_SHAPES, getattr(config, name)))
+    found: Callable[..., Any] = torch.compile(function, dynamic=False)
+    return found
 
 
 def per_tensor(
@@ -104,6 +106,7 @@ def per_tensor(
     if epilogue.only_bias:
         for name, product in products.items():
             yield Subject(name, "peer", functools.partial(product, bias=epilogue.bias))
+        return
     yield from epilogue.behind(products.items())
 
 

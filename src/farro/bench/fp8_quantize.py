@@ -11,6 +11,7 @@ import torch
 from ..formats.fp8 import BLOCK, E4M3, KINDS, MAX, SCALE_FLOOR, dequantize, scale_shape
 from ..ops.fp8_quantize import FUNCTIONS
 from .case import Adapter, Case, Missing, Options, Sizes, Subject
+from .fp8_figures import QUANTIZE
 from .int8_quantize import ROWS, SHAPES
 
 
@@ -76,5 +77,6 @@ ADAPTER = Adapter(
     ROWS,
     variants=KINDS,
     max_error=4e-2,  # 3 bits of significand
+    figures=QUANTIZE,
     summary="FP8 E4M3 codes with a scale a tensor, a row, 1x128 or 128x128 values",
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ import torch
 from ..formats.fp8 import BLOCK, E4M3, blocks, dequantize, quantize
 from ..ops.fp8_blockwise_linear import fp8_blockwise_linear_bf16
 from ..ops.fp8_swiglu_quantize import fp8_blockwise_swiglu_quantize_fp8
-from . import fp8_linear
+from . import fp8_figures, fp8_linear
 from .case import Adapter, Case, Missing, Options, Sizes, Subject
 from .fp8_blockwise_linear import values64
 from .fp8_peers import Blocks, block_products, compiled
@@ -26,10 +26,15 @@ _MODELS = (
     {"n": 12288, "k": 4096},
     {"n": 18432, "k": 7168},
 )
+_SMALL = ((1024, 2048), (2048, 4096), (768, 4096), (1024, 8192))
 SHAPES: dict[str, tuple[dict[str, int], ...]] = {
     "default": _MODELS,
     "between": _MODELS,  # for tuning
-    "models": ({"n": 16384, "k": 2048, "m": 768}, {"n": 6144, "k": 4096, "m": 128}),
+    # of gate and up together: shorter than 20 MB, and two longer ones
+    "models": (
+        *({"n": n, "k": k, "m": m} for n, k in _SMALL for m in (1, 16, 64)),
+        *({"n": 16384, "k": 2048, "m": 768}, {"n": 6144, "k": 4096, "m": 128}),
+    ),
     "heldout": ({"n": 6912, "k": 2560}, {"n": 10944, "k": 2048}),
     "cpu": ({"n": 2048, "k": 2048},),
     "dense": ({"n": 14336, "k": 4096},),
@@ -70,10 +75,14 @@ def build(sizes: Sizes, options: Options) -> Case:
         x_scale = x_scale.T.contiguous().T
 
     @functools.cache
-    def truth() -> torch.Tensor:
+    def products() -> tuple[torch.Tensor, torch.Tensor]:
         rows, of_up = values64(x, x_scale, "1x128"), blocks(n)
         gate = rows @ values64(weight[:n], weight_scale[:of_up], "128x128").T
-        up = rows @ values64(weight[n:], weight_scale[of_up:], "128x128").T
+        return gate, rows @ values64(weight[n:], weight_scale[of_up:], "128x128").T
+
+    @functools.cache
+    def truth() -> torch.Tensor:
+        gate, up = products()
         return torch.nn.functional.silu(gate).mul_(up)
 
     def forced(function: Any, config: Any) -> Any:
@@ -84,7 +93,7 @@ def build(sizes: Sizes, options: Options) -> Case:
 
     def others() -> Iterator[Subject | Missing]:
         operands = Blocks(x, weight, x_scale, weight_scale, options)
-        yield from _two_kernels(operands)
+        yield from _two_kernels(operands, lambda: torch.cat(products(), 1))
 
     return Case(
         sizes={"m": m, "n": n, "k": k},
@@ -103,9 +112,14 @@ def build(sizes: Sizes, options: Options) -> Case:
     )
 
 
-def _two_kernels(operands: Blocks) -> Iterator[Subject | Missing]:
-    """A product of gate and up together, farro's and others', and a compiled kernel behind it."""
-    name = "product, compiled SwiGLU + quantize"
+def _two_kernels(
+    operands: Blocks, truth: Callable[[], torch.Tensor]
+) -> Iterator[Subject | Missing]:
+    """A product of gate and up together, farro's and others', and a compiled kernel behind it.
+
+    `truth` is of farro's product, which is timed alone too.
+    """
+    name = fp8_figures.TWO
     if operands.options.device.type != "cuda":
         return
     if operands.weight_codes.shape[0] % (2 * BLOCK):
@@ -116,6 +130,7 @@ def _two_kernels(operands: Blocks) -> Iterator[Subject | Missing]:
         fp8_blockwise_linear_bf16,
         *(operands.input, operands.weight_codes, operands.input_scale, operands.weight_scale),
     )
+    yield Subject(fp8_figures.ALONE, "peer", mine, truth=truth)
     for found in (("farro", mine), *block_products(operands)):
         if isinstance(found, Missing):
             yield found
@@ -138,5 +153,6 @@ ADAPTER = Adapter(
     tuned_as=lambda options: {},
     max_error=5e-2,  # 3 bits of significand
     exact=False,
+    figures=fp8_figures.SWIGLU,
     summary="gate and up projection of 128-block codes, SwiGLU and the quantizer, in one call",
 )

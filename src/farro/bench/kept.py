@@ -28,6 +28,10 @@ def kept(key: Hashable, make: Callable[[], Any]) -> Any:
     return made
 
 
+def forget() -> None:
+    _KEPT.clear()
+
+
 def _limit() -> int:
     if not torch.cuda.is_available():
         return _CPU_BYTES

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,12 +13,15 @@ from typing import Any
 
 import torch
 
-from . import results
-from .case import Adapter, Case, Missing, Options, Subject, backends_of
+from . import builders, figures, results
+from .case import Adapter, Case, Missing, Options, Subject
 from .floor import Floors
-from .timing import QUICK, Budget, CpuTimer, GpuTimer, Timer, median, timer
+from .timing import BRIEF, QUICK, Budget, CpuTimer, GpuTimer, Timer, median, timer
 
 Say = Callable[[str], None]
+_SAVE_S = 1.0
+_TELLING = 2  # what an adapter ranks behind is left out of a brief run
+_MOST_HELD = 0.4  # of a GPU's memory, by caches of graphs that are gone
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,8 @@ class Session:
     backends: Sequence[str] = ("all",)
     rounds: int = 2
     quick: bool = False
+    brief: bool = False  # only what the figures need
+    jobs: int = 0  # processes that run everything once beforehand
     say: Say = lambda line: None
     output: Path | None = None
     deadline: float | None = None
@@ -62,19 +68,29 @@ def open_session(
     clock = timer(device, cold)
     result = results.empty(adapter.operator, device, command)
     result["settings"] = {"cold": clock.cold, "statistic": "median", **adapter.about}
-    return Session(adapter, result, clock, Floors(clock), **more)
+    session = Session(adapter, result, clock, Floors(clock), **more)
+    if session.brief and isinstance(clock, GpuTimer):
+        clock.wake_s = 0.01
+        session.floors.prepare = clock.graphed
+        result["settings"]["timed"] = "replays of a CUDA graph of each call"
+    return session
 
 
 def run(session: Session, plans: Iterable[Plan]) -> dict[str, Any]:
-    """Run all plans, saving after each; stops early at the session's deadline.
+    """Run all plans, saving on the way; stops early at the session's deadline.
 
     With a deadline, those that the adapter ranks first are run first, and named groups of cases
     before dense sweeps.
     """
     _measure_ceilings(session)
-    if session.deadline is not None:
-        rank = session.adapter.rank
+    rank = session.adapter.rank
+    if session.brief:
+        plans = [p for p in plans if rank(p.sizes, p.options) <= _TELLING]
+    if session.deadline is not None or session.brief:
         plans = sorted(plans, key=lambda p: (p.group == "dense", rank(p.sizes, p.options)))
+    plans = list(plans)
+    _prepare(session, plans)
+    saved = -math.inf
     for plan in plans:
         if session.deadline is not None and time.monotonic() > session.deadline:
             session.say("time is up: the remaining cases were not run")
@@ -82,10 +98,45 @@ def run(session: Session, plans: Iterable[Plan]) -> dict[str, Any]:
             break
         for row in run_case(session, plan):
             session.result["rows"].append(row)
-        _save(session)
-    session.result["steps"] = steps(session.result["rows"])
+        if time.monotonic() - saved > _SAVE_S:  # a result is written whole: not after each case
+            _save(session)
+            saved = time.monotonic()
+    rows = session.result["rows"]
+    session.result["steps"] = steps(rows)
+    session.result["figures"] = figures.judge(session.adapter.figures, rows)
     _save(session)
     return session.result
+
+
+def _prepare(session: Session, plans: Sequence[Plan]) -> None:
+    """Run every subject once in other processes, which leave what they compile in caches on disk.
+
+    One after the other, compiling takes most of a run: peers compile for each shape.
+    """
+    if session.jobs == 0 or session.clock.device.type != "cuda":
+        return
+    began = time.monotonic()
+    end = began + 600 if session.deadline is None else session.deadline
+    tasks = everything(session.adapter, plans, session.backends)
+    answers = builders.build(
+        tasks, session.jobs, began + (end - began) / 2, lambda done, total: None
+    )
+    for text in sorted({text for text in answers.values() if text is not None})[:5]:
+        session.say(f"  beforehand: {text}")
+    seconds = time.monotonic() - began
+    session.say(f"ran {len(answers)} of {len(tasks)} cases beforehand, in {seconds:.0f} s")
+
+
+def everything(
+    adapter: Adapter, plans: Iterable[Plan], backends: Sequence[str]
+) -> list[builders.Everything]:
+    """A task for each plan but those of dense sweeps, those of one shape apart from each other."""
+    tasks = [
+        builders.Everything(adapter.operator, tuple(p.sizes.items()), p.options, tuple(backends))
+        for p in plans
+        if p.group != "dense"
+    ]
+    return sorted(tasks, key=lambda task: zlib.crc32(repr(task.sizes).encode()))
 
 
 def _save(session: Session) -> None:
@@ -130,18 +181,41 @@ def run_case(session: Session, plan: Plan) -> list[dict[str, Any]]:
             _failed(session, plan, found, error)
     budget = _budget(session, dense)
     samples: dict[str, list[float]] = {subject.name: [] for subject, _ in ready}
+    calls = {subject.name: _timed(session, subject, row) for subject, row in ready}
     for _ in range(1 if dense else session.rounds):
-        for subject, _row in ready:
-            samples[subject.name] += session.clock.samples(subject.call, budget)
+        for name, call in calls.items():
+            samples[name] += session.clock.samples(call, budget)
+    calls.clear()
     floor_us, way = session.floors.read(case.nbytes)
     rows = [_floor_row(session, case, plan, floor_us, way)]
     for subject, row in ready:
         _fill(session, case, plan, row, samples[subject.name], floor_us)
-        if not dense:
+        if not dense and not session.brief:
             _host_and_graph(session, subject, row)
         rows.append(row)
         session.say(_line(row))
+    if session.brief:
+        _let_go(session.clock.device)
     return rows
+
+
+def _timed(session: Session, subject: Subject, row: dict[str, Any]) -> Callable[[], Any]:
+    """What is timed: the call, or in a brief run the replay of a graph of it."""
+    if not session.brief or not isinstance(session.clock, GpuTimer):
+        return subject.call
+    replay = session.clock.graphed(subject.call)
+    if isinstance(replay, str):
+        row["note"] = "; ".join(filter(None, [row["note"], replay]))
+        return subject.call
+    return replay
+
+
+def _let_go(device: torch.device) -> None:
+    """Give back what graphs held, before it fills the device."""
+    if device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+        if torch.cuda.memory_reserved(device) > _MOST_HELD * total:
+            torch.cuda.empty_cache()
 
 
 def _failed(session: Session, plan: Plan, subject: Subject, error: Exception) -> None:
@@ -164,18 +238,14 @@ def _subjects(session: Session, case: Case, dense: bool) -> Iterator[Subject | M
         wanted: Sequence[str] = ["auto"] if "all" in session.backends else session.backends
         yield from case.farro(wanted)
         return
-    operator, _ = case.problem()
-    named = list(session.backends)
-    wanted = ["auto", *backends_of(operator)] if "all" in named else named
-    yield from case.farro(wanted)
-    yield from case.extra()
-    if case.options.peers != "none":
-        yield from case.peers()
+    yield from case.subjects(session.backends)
 
 
 def _budget(session: Session, dense: bool) -> Budget:
     if session.quick:
         return QUICK
+    if session.brief:
+        return BRIEF
     if dense:
         return replace(QUICK, least=15) if session.clock.device.type == "cuda" else QUICK
     return session.clock.default

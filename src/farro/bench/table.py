@@ -7,6 +7,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from . import figures
 from .results import setting
 
 _COLUMNS = (
@@ -73,6 +74,9 @@ def show(result: dict[str, Any], console: Console) -> None:
             f"({step['us'][0]:.1f} and {step['us'][1]:.1f} us)",
             markup=False,
         )
+    partly = bool(result["settings"].get("stopped_early"))
+    for line in figures.lines(result.get("figures", ()), partly):
+        console.print(line, markup=False, soft_wrap=True)
     for line in result["failed"]:
         console.print(f"FAILED: {line}", markup=False)
     for missing in result["missing"]:

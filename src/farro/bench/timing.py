@@ -35,6 +35,7 @@ class Budget:
 
 
 QUICK = Budget(4.0, 5, 30)
+BRIEF = Budget(2.5, 6, 14)
 GPU = Budget(25.0, 10, 150)
 CPU = Budget(400.0, 5, 60)
 
@@ -50,6 +51,7 @@ class GpuTimer:
         self.device = device
         self.cold = cold
         self.default = GPU
+        self.wake_s = _WAKE_S
         self._flush = torch.empty(
             _FLUSH_BYTES // 4 if cold else 1, dtype=torch.int32, device=device
         )
@@ -73,7 +75,7 @@ class GpuTimer:
         began = time.monotonic()
         if began - self._last < _IDLE_S:
             return
-        while time.monotonic() - began < _WAKE_S:
+        while time.monotonic() - began < self.wake_s:
             self._run(call, 4)
 
     def few(self, call: Callable[[], Any], runs: int) -> list[float]:
@@ -118,6 +120,11 @@ class GpuTimer:
 
     def graph_us(self, call: Callable[[], Any], budget: Budget = QUICK) -> float | str:
         """Median of replays of a CUDA graph of one call, or why it cannot be captured."""
+        replay = self.graphed(call)
+        return replay if isinstance(replay, str) else median(self.samples(replay, budget))
+
+    def graphed(self, call: Callable[[], Any]) -> Callable[[], Any] | str:
+        """The replay of a CUDA graph of one call, or why it cannot be captured."""
         graph = torch.cuda.CUDAGraph()
         try:
             new_stream: Any = torch.cuda.Stream
@@ -131,7 +138,7 @@ class GpuTimer:
         except Exception as error:  # what a peer raises under capture is its own
             torch.cuda.synchronize(self.device)
             return f"no CUDA graph: {type(error).__name__}: {str(error).splitlines()[0][:120]}"
-        return median(self.samples(graph.replay, budget))
+        return graph.replay
 
     def host_us(self, call: Callable[[], Any], device_us: float) -> float:
         """Host time to enqueue a call without waiting: the best of ten series of calls.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -55,6 +56,20 @@ def bench_command(
         bool, typer.Option("--dense-m", help="Also every M of 1..256, and its largest step")
     ] = False,
     quick: Annotated[bool, typer.Option(help="One shape, few M, short timings")] = False,
+    brief: Annotated[
+        bool,
+        typer.Option(
+            "--brief",
+            help="Only what an operator's figures need: auto, replays of CUDA graphs, fewer runs",
+        ),
+    ] = False,
+    jobs: Annotated[
+        int,
+        typer.Option(
+            help="Processes that run all cases once beforehand, so that little is compiled between "
+            "cases [default: with --brief on a GPU the number of CPUs, else none]"
+        ),
+    ] = -1,
     rounds: Annotated[int, typer.Option(help="How often all subjects are timed in turn")] = 2,
     budget_s: Annotated[
         float | None,
@@ -88,7 +103,7 @@ def bench_command(
     found = adapter(operator)
     before = None if check is None else results.load(check)
     check_names(peers)
-    asked = tuple(backend.split(","))
+    asked = tuple(("auto" if brief and backend == "all" else backend).split(","))
     for name in asked:
         if name != "all" and name not in BACKENDS:
             raise ValueError(f"--backend: {name!r}; needed all, or some of {', '.join(BACKENDS)}")
@@ -103,8 +118,10 @@ def bench_command(
         ["farro", *sys.argv[1:]],
         cold,
         backends=asked,
-        rounds=1 if quick else rounds,
+        rounds=1 if quick else max(rounds, 3) if brief else rounds,
         quick=quick,
+        brief=brief,
+        jobs=_jobs(jobs, brief, where),
         say=lambda line: print(line, file=sys.stderr, flush=True),
         output=output,
         deadline=None if budget_s is None else time.monotonic() + budget_s,
@@ -116,6 +133,12 @@ def bench_command(
         print(line, file=sys.stderr)
     if lines:
         raise typer.Exit(1)
+
+
+def _jobs(jobs: int, brief: bool, where: Any) -> int:
+    if jobs >= 0:
+        return jobs
+    return min(16, os.cpu_count() or 1) if brief and where.type == "cuda" else 0
 
 
 def _plans(
