@@ -100,10 +100,12 @@ def test_addresses_that_bulk_copies_cannot_read(name):
 
 def test_parameters_lie_as_the_kernel_reads_them(tmp_path):
     source = jit._PACKAGE / "ops/nvfp4_group_mm/sm90.cu"
-    assert fields_of("Problem", source.read_text()) == sizes_of(sm90._Problem)
+    tiles = source.with_name("sm90_tiles.cuh").read_text()
+    assert fields_of("Problem", tiles) == sizes_of(sm90._Problem)
     rows = (jit.INCLUDE / "nvfp4.cuh").read_text()
     assert fields_of("Rows", rows) == sizes_of(sm90._Rows)
-    (tmp_path / "nvfp4.cuh").write_text(rows)
+    for header in source.parent.glob("*.cuh"):
+        (tmp_path / header.name).write_text(header.read_text())
     text = [f'#include "{source}"']
     text += [offsets_of("Problem", sm90._Problem), offsets_of("Rows", sm90._Rows)]
     for i, c in enumerate(shapes(False)[::7]):
