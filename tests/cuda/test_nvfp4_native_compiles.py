@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("cuda.core", reason="needs cuda-core: pip install 'farro[cuda]'")
 
 from farro.ops.nvfp4_group_mm import sm90
-from farro.ops.nvfp4_group_mm.sm90 import Config
+from farro.ops.nvfp4_group_mm.sm90_configs import Config
 
 from ..ops.test_nvfp4_group_mm_sm90 import shapes
 from .sass import compiled, disassembled, flushes, some_held

@@ -11,8 +11,8 @@ from farro import nvfp4
 from farro.catalogue import operator_named
 from farro.cuda import jit
 from farro.formats.nvfp4 import NAN_SCALE
-from farro.ops.nvfp4_group_mm import sm90
-from farro.ops.nvfp4_group_mm.sm90 import Config
+from farro.ops.nvfp4_group_mm import sm90, sm90_configs
+from farro.ops.nvfp4_group_mm.sm90_configs import Config
 from farro.testing import group_mm_cases
 from farro.testing.nvfp4_group_mm import GroupCase
 
@@ -26,7 +26,7 @@ FEW, MANY = Config(4, 8, 2, 6, True), Config(2, 256, 1, 3, False)
 
 def shapes(bf16: bool = True) -> list[Config]:
     """Each tile, step, way to expand, number of CTAs and split, with a ring of three."""
-    found = {dataclasses.replace(c, stages=3): None for c in sm90.configs(1, bf16)}
+    found = {dataclasses.replace(c, stages=3): None for c in sm90_configs.configs(1, bf16)}
     return list(found)
 
 
@@ -53,10 +53,10 @@ def test_chosen_configurations_are_legal():
         for ragged in (False, True):
             for coded in (False, True):
                 problem = problem_of(e, m, k, cap, coded, ragged)
-                assert sm90.why_not(problem) is None and sm90.must_run(problem)
-                assert sm90.refuses(sm90.config(problem), e, not coded) is None
-                for config in sm90.candidates(problem):
-                    assert sm90.refuses(config, e, not coded) is None
+                assert sm90_configs.why_not(problem) is None and sm90_configs.must_run(problem)
+                assert sm90_configs.refuses(sm90_configs.config(problem), e, not coded) is None
+                for config in sm90_configs.candidates(problem):
+                    assert sm90_configs.refuses(config, e, not coded) is None
 
 
 def test_chosen_are_the_fastest_that_were_measured():
@@ -67,26 +67,26 @@ def test_chosen_are_the_fastest_that_were_measured():
         ((32, 4096, 7168, 64), Config(4, 64, 2, 5, False)),
         ((32, 4096, 7168, 512), Config(2, 256, 1, 6, False)),
     ):
-        assert sm90.heuristic(problem_of(e, m, k, cap)) == fastest
+        assert sm90_configs.heuristic(problem_of(e, m, k, cap)) == fastest
 
 
 def test_few_tokens_take_tiles_that_fill_the_device():
-    alone = sm90.heuristic(problem_of(1, 2048, 7168, 4))
+    alone = sm90_configs.heuristic(problem_of(1, 2048, 7168, 4))
     assert alone.tile == (8, 64) and alone.split == 4
-    assert sm90.heuristic(problem_of(1, 64, 128, 4)).split == 1
+    assert sm90_configs.heuristic(problem_of(1, 64, 128, 4)).split == 1
 
 
 def test_tactics_are_taken_or_refused():
     for config_id, name in enumerate(nvfp4.group_mm_configs()):
         problem = problem_of(4, 256, 1024, 64, tactic=config_id)
-        assert sm90.why_not(problem) is None
+        assert sm90_configs.why_not(problem) is None
         if name != "auto":
-            config = sm90.config(problem)
+            config = sm90_configs.config(problem)
             assert f"{config.rows}x{config.tokens}" == name.partition("_")[0]
             assert config.split == int(name.partition("split")[2] or 1)
-            assert not sm90.must_run(problem)
+            assert not sm90_configs.must_run(problem)
     split = nvfp4.group_mm_configs().index("64x8_split4")
-    assert "splits K in 4" in sm90.why_not(problem_of(4, 256, 256, 8, tactic=split))
+    assert "splits K in 4" in sm90_configs.why_not(problem_of(4, 256, 256, 8, tactic=split))
 
 
 @pytest.mark.parametrize("name", ("a_comp", "e_meta", "sfa", "b_act"))
@@ -95,30 +95,34 @@ def test_addresses_that_bulk_copies_cannot_read(name):
     spec = dataclasses.replace(problem.spec(name), align=8)
     tensors = tuple((n, spec if n == name else t) for n, t in problem.tensors)
     moved = dataclasses.replace(problem, tensors=tensors)
-    assert f"{name} must begin" in sm90.why_not(moved) and not sm90.must_run(moved)
+    assert f"{name} must begin" in sm90_configs.why_not(moved) and not sm90_configs.must_run(moved)
 
 
 def test_parameters_lie_as_the_kernel_reads_them(tmp_path):
-    source = jit._PACKAGE / "ops/nvfp4_group_mm/sm90.cu"
-    tiles = source.with_name("sm90_tiles.cuh").read_text()
-    assert fields_of("Problem", tiles) == sizes_of(sm90._Problem)
-    rows = (jit.INCLUDE / "nvfp4.cuh").read_text()
-    assert fields_of("Rows", rows) == sizes_of(sm90._Rows)
-    for header in source.parent.glob("*.cuh"):
+    folder = jit._PACKAGE / "ops/nvfp4_group_mm"
+    structures = {
+        "Problem": (sm90._Problem, folder / "sm90_tiles.cuh"),
+        "Gated": (sm90._Gated, folder / "sm90_gated.cuh"),
+        "Rows": (sm90._Rows, jit.INCLUDE / "nvfp4.cuh"),
+    }
+    for header in folder.glob("*.cuh"):
         (tmp_path / header.name).write_text(header.read_text())
-    text = [f'#include "{source}"']
-    text += [offsets_of("Problem", sm90._Problem), offsets_of("Rows", sm90._Rows)]
+    text = [f'#include "{folder / name}"' for name in ("sm90.cu", "sm90_gated.cu")]
+    for name, (mirror, header) in structures.items():
+        assert fields_of(name, header.read_text()) == sizes_of(mirror)
+        text.append(offsets_of(name, mirror))
     for i, c in enumerate(shapes(False)[::7]):
-        given = f"{c.consumers}, {c.tokens}, {c.step}, {c.stages}, {c.ctas}, {c.split}"
-        bf16 = i % 2 == 0 and sm90.refuses(c) is None
-        traits = f"Traits<{str(bf16).lower()}, {str(c.inside).lower()}, {given}>"
-        own = sm90.shared_bytes(c, 5, bf16) - sm90._ALIGNMENT - 4 * 16
+        given = f"{c.consumers}, {c.tokens}, {c.step}, {c.stages}, {c.ctas}, {c.split}, {c.pair}"
+        bf16, gated = i % 2 == 0 and sm90_configs.refuses(c) is None, i % 3 == 0
+        flags = ", ".join(str(flag).lower() for flag in (gated, bf16, c.inside))
+        own = sm90_configs.shared_bytes(c, 5, bf16, gated) - sm90_configs._ALIGNMENT - 4 * 16
         facts = f"T::table == {own} && T::full % 8 == 0 && T::half % 1024 == 0 && T::sums % 16 == 0"
         facts += f" && T::raw % 1024 == 0 && T::a % 16 == 0 && T::few == {c.few}"
+        facts += " && T::staging % 16 == 0"
         taken = "T::exchange ? T::taken : T::launched"
         text.append(
-            f"namespace fact{i} {{ using T = {traits};\n"
-            f"static_assert({facts} && ({taken}) == {sm90.registers(c)}); }}"
+            f"namespace fact{i} {{ using T = Traits<{flags}, {given}>;\n"
+            f"static_assert({facts} && ({taken}) == {sm90_configs.registers(c)}); }}"
         )
     compiles("\n".join(text), tmp_path)
 
@@ -188,7 +192,7 @@ def test_cases_on_a_gpu(case, generator):
     skip_without_it()
     call = case.build("cuda", int(torch.randint(2**31, (1,), generator=generator)))
     outcome = call.check(KERNEL)
-    refused = sm90.why_not(call.problem) is not None
+    refused = sm90_configs.why_not(call.problem) is not None
     assert outcome.status == ("refused" if refused else "ok"), outcome.detail
 
 

@@ -15,7 +15,7 @@ from ..nvfp4_quantize import dense
 from ..nvfp4_quantize.activation import Gated
 from ..nvfp4_quantize.checks import check_contiguous, check_gscale
 from ..nvfp4_quantize.dense import check_activation, gating
-from . import product
+from . import product, sm90_configs, sm90_gated
 from .checks import check_operands, check_types
 
 _NAME = "group_mm_swiglu_quant"
@@ -56,6 +56,37 @@ _QUANTIZERS = {"cuda": "triton"}  # back ends whose products another one's quant
 def _steps_of(backend: str) -> tuple[Kernel, Kernel]:
     quantizer = _QUANTIZERS.get(backend, backend)
     return _kernel_of(product.OPERATOR, backend), _kernel_of(dense.OPERATOR, quantizer)
+
+
+def _one_launch() -> Kernel:
+    """The product's native kernel, whose result passes the activation and the quantizer."""
+    multiply = _kernel_of(product.OPERATOR, "cuda")
+
+    def why_not(problem: Problem) -> str | None:
+        one, _ = _problems(problem)
+        return multiply.why_not(one) or sm90_gated.why_not(problem, multiply.config(one))
+
+    def config(problem: Problem) -> sm90_configs.Config:
+        return sm90_gated.config(problem, multiply.config(_problems(problem)[0]))
+
+    def must_run(problem: Problem) -> bool:
+        one, _ = _problems(problem)
+        return multiply.must_run(one) and why_not(problem) is None
+
+    def candidates(problem: Problem) -> list[sm90_configs.Config]:
+        return sm90_gated.candidates(problem, multiply.config(_problems(problem)[0]))
+
+    return Kernel(
+        "nvfp4_group_mm_swiglu_quant.cuda_sm90",
+        "cuda",
+        run="ops.nvfp4_group_mm.sm90_gated:run",
+        bind="ops.nvfp4_group_mm.sm90_gated:bind",
+        needs=multiply.needs,
+        why_not=why_not,
+        config=config,
+        must_run=must_run,
+        configs=candidates,
+    )
 
 
 def _chain(backend: str, **more: Any) -> Kernel:
@@ -152,7 +183,7 @@ run_cuda, run_cpu, run_triton, run_reference = map(
 
 # A kernel's run: (config, a_comp, e_meta, sfa, b_act, sfb, alphas, counts, gscale, how, codes,
 # scales). Scales of rows at or past an expert's count are 0x38, their codes unspecified.
-KERNELS = tuple(map(_chain, ("cuda", "cpu", "triton", "reference")))
+KERNELS = (_one_launch(), *map(_chain, ("cuda", "cpu", "triton", "reference")))
 OPERATOR = Operator(
     "nvfp4_group_mm_swiglu_quant",
     KERNELS,

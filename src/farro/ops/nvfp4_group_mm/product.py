@@ -12,7 +12,7 @@ from ...arch import Arch
 from ...checks import check_no_overlap
 from ...dispatch import Kernel, Operator, explained_by, remember, select
 from ...problem import Problem, kind_of
-from . import cpu, sm90, tactics, triton
+from . import cpu, sm90_configs, tactics, triton
 from .checks import check_operands, check_out, check_types, count_name
 
 # A kernel's run: (config, out, a_comp, e_meta, sfa, b_act, sfb, alphas, counts). out [E, max_n, M]
@@ -25,10 +25,10 @@ KERNELS = (
         run="ops.nvfp4_group_mm.sm90:run",
         bind="ops.nvfp4_group_mm.sm90:bind",
         needs=frozenset({"wgmma"}),
-        why_not=sm90.why_not,
-        config=sm90.config,
-        must_run=sm90.must_run,
-        configs=sm90.candidates,
+        why_not=sm90_configs.why_not,
+        config=sm90_configs.config,
+        must_run=sm90_configs.must_run,
+        configs=sm90_configs.candidates,
     ),
     Kernel(
         "nvfp4_group_mm.cpu",

@@ -14,10 +14,11 @@ using namespace farro;
 
 // The maps have boxes of T::few and of TOKENS rows: INSIDE of activations as they were given, else of
 // those that were expanded.
-template <bool BF16, bool INSIDE, int CONSUMERS, int TOKENS, int STEP, int STAGES, int CTAS, int SPLIT>
+template <bool BF16, bool INSIDE, int CONSUMERS, int TOKENS, int STEP, int STAGES, int CTAS, int SPLIT,
+          int PAIR>
 __global__ void __launch_bounds__(128 + 128 * CONSUMERS, CTAS)
     nvfp4_group(const __grid_constant__ TensorMap few_rows, const __grid_constant__ TensorMap all_rows,
                 const __grid_constant__ Problem p, const __grid_constant__ Rows rows) {
-  run<Traits<BF16, INSIDE, CONSUMERS, TOKENS, STEP, STAGES, CTAS, SPLIT>>(&few_rows, &all_rows, p, rows,
-                                                                          Stored{});
+  run<Traits<false, BF16, INSIDE, CONSUMERS, TOKENS, STEP, STAGES, CTAS, SPLIT, PAIR>>(&few_rows, &all_rows, p,
+                                                                                rows, Stored{});
 }

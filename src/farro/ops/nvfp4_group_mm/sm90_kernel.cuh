@@ -1,5 +1,6 @@
 // The persistent kernel of nvfp4_group_mm on SM90a, whatever becomes of the sums: a Result has
-// finish<T, WIDTH>, by each consumer warpgroup with a tile's sums, and repair<T> where that was true.
+// finish<T, WIDTH>, by each consumer warpgroup with a tile's sums, repair<T> where that was true, and
+// GATED begin<T>, by all consumers before their first tile.
 #pragma once
 
 #include "sm90_multiply.cuh"
@@ -57,7 +58,7 @@ __device__ __forceinline__ void run(const TensorMap* few_rows, const TensorMap* 
     }
     for (int i = 0; i < T::UNITS; ++i) {
       mbarrier_init(base + T::b_full + 8 * i, 1);
-      mbarrier_init(base + T::b_empty + 8 * i, 4 * T::CONSUMERS);
+      mbarrier_init(base + T::b_empty + 8 * i, 4 * T::CONSUMERS * T::PAIR);
     }
     fence_mbarrier_init();
   }
@@ -65,6 +66,7 @@ __device__ __forceinline__ void run(const TensorMap* few_rows, const TensorMap* 
   __syncthreads();
   tiles.add_up();
   __syncthreads();
+  if constexpr (T::PAIR > 1) cluster_sync();  // its barriers are there
   tiles.begin(p.contiguous);
 
   if (warp < 4) {
@@ -80,7 +82,17 @@ __device__ __forceinline__ void run(const TensorMap* few_rows, const TensorMap* 
     if constexpr (T::exchange) take_registers<T::taken>();
     Consumer<T> c;
     c.which = warp / 4 - 1, c.warp = warp % 4, c.lane = lane;
+    if constexpr (T::GATED) {
+      const bool blocks = p.halves == static_cast<int>(Halves::blocks), up = blocks && c.warp >= 2;
+      c.slot = blocks ? c.which / 2 + (up ? T::CONSUMERS / 2 : 0) : c.which;
+      c.part = blocks ? c.which % 2 * 2 + c.warp % 2 : c.warp;
+      result.template begin<T>(tiles, c);
+    }
     consume<T>(p, rows, result, tiles, shared, base, c);
+  }
+  if constexpr (T::PAIR > 1) {
+    __syncwarp();
+    cluster_leave();
   }
 }
 

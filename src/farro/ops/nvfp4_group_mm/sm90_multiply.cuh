@@ -45,6 +45,7 @@ struct Consumer {
   Ring<T::STAGES> ring{0};
   Ring<T::UNITS> unit{0}, done{0};  // of B: read, given back
   int which, warp, lane;
+  int slot, part;  // GATED: its rows, as a block of 64 of the stage and 16 of that
 };
 
 // FP16 (or BF16) of a chunk of 128 of K: four words of codes, and four scales of each of two rows.
@@ -67,8 +68,8 @@ template <class T, int WIDTH>
 __device__ __forceinline__ void multiply_tile(const Rows& rows, int valid, const u8* shared, u32 base,
                                               Consumer<T>& c, float (&sum)[WIDTH / 2]) {
   const Span<T> k(rows.k);
-  const int thread = c.warp * 32 + c.lane, row = c.warp * 16 + c.lane / 4;
-  const u8* own = shared + T::a + c.which * T::block;
+  const int part = T::GATED ? c.part : c.warp, thread = part * 32 + c.lane, row = part * 16 + c.lane / 4;
+  const u8* own = shared + T::a + (T::GATED ? c.slot : c.which) * T::block;
 #pragma unroll
   for (int i = 0; i < WIDTH / 2; ++i) sum[i] = 0.0f;
 
@@ -135,7 +136,12 @@ __device__ __forceinline__ void multiply_tile(const Rows& rows, int valid, const
     }
   };
   auto give_back = [&] {
-    if (c.lane == 0) mbarrier_arrive(base + T::b_empty + 8 * c.done.stage);
+    const u32 empty = base + T::b_empty + 8 * c.done.stage;
+    if constexpr (T::PAIR > 1) {
+      if (c.lane < T::PAIR) mbarrier_arrive_remote(map_to_rank(empty, c.lane));
+    } else {
+      if (c.lane == 0) mbarrier_arrive(empty);
+    }
     c.done.next();
   };
   constexpr int kParts = 2 / T::PART;

@@ -11,6 +11,24 @@ __device__ __forceinline__ int box_of(const Tile& tile) {
   return tile.tokens <= T::few ? T::few : T::TOKENS;
 }
 
+// By one warp, a stage of weights: each consumer's 32 rows of gate, then those of up.
+template <class T>
+__device__ __forceinline__ void copy_halves(const Problem& p, const Tile& tile, const Span<T>& k, i64 matrix,
+                                            int chunk, u32 stage, u32 full, int lane) {
+  for (int i = lane; i < T::CONSUMERS * 6 * T::STEP; i += 32) {
+    const int place = i % T::STEP, half = i / T::STEP % 2, part = i / (2 * T::STEP) % 3;
+    const int consumer = i / (6 * T::STEP), gate = (tile.row_tile * T::CONSUMERS + consumer) * 32;
+    const int here = min(k.steps - 4 * (chunk + place), 4);
+    if (here <= 0 || 2 * gate >= p.features) continue;
+    const int row = gate + half * (p.features / 2), size = part == 0 ? 8 : part == 1 ? 2 : 1;
+    const u8* from = part == 0 ? p.codes : part == 1 ? p.meta : p.scales;
+    from += size * (matrix + static_cast<i64>(row / kRows * kRows) * k.steps +
+                    kRows * 4 * (chunk + place) + row % kRows * here);
+    const u32 to = stage + consumer * T::block + T::STEP * (part == 0 ? 0 : part == 1 ? kMeta : kScales);
+    bulk_load(to + size * (place * kRows * 4 + half * 32 * here), from, size * 32 * here, full);
+  }
+}
+
 // One warp: weights, and INSIDE activations as they were given.
 template <class T>
 __device__ __forceinline__ void produce(const TensorMap* few_rows, const TensorMap* all_rows,
@@ -20,14 +38,23 @@ __device__ __forceinline__ void produce(const TensorMap* few_rows, const TensorM
   Ring<T::STAGES> ring(1);
   Tile tile;
   while (tiles.take(tile)) {
-    const int top = tile.row_tile * T::rows, valid = min(p.features - top, T::rows);
+    const int top = tile.row_tile * T::rows, rest = min(p.features - top, T::rows);
+    const int valid = T::PAIR > 1 ? max(rest, 0) : rest;
     const i64 matrix = static_cast<i64>(tile.expert) * p.features * k.steps;  // in 32s of K
     const int box = box_of<T>(tile);
     // A lane copies one part of one consumer's rows
-    const int consumer = lane / 3, part = lane % 3, mine = min(valid - consumer * kRows, kRows);
+    const int consumer = lane / 3, part = lane % 3;
+    int first = top + consumer * kRows, mine = min(valid - consumer * kRows, kRows);
+    const bool halves = T::GATED && p.halves == static_cast<int>(Halves::halves);
+    if (T::GATED && p.halves == static_cast<int>(Halves::blocks)) {
+      constexpr int kPairs = T::CONSUMERS > 1 ? T::CONSUMERS / 2 : 1;
+      first = (tile.row_tile * kPairs + consumer % kPairs) * kRows;
+      mine = 2 * first < p.features ? kRows : 0;
+      if (consumer >= kPairs) first += p.features / 2;
+    }
     const u8* from = part == 0 ? p.codes : part == 1 ? p.meta : p.scales;
     const int size = part == 0 ? 8 : part == 1 ? 2 : 1;
-    from += size * (matrix + static_cast<i64>(top + consumer * kRows) * k.steps);
+    from += size * (matrix + static_cast<i64>(first) * k.steps);
     const u32 to = base + T::a + consumer * T::block +
                    T::STEP * (part == 0 ? 0 : part == 1 ? kMeta : kScales);
     for (int chunk = k.first; chunk < k.last; chunk += T::STEP) {
@@ -36,7 +63,9 @@ __device__ __forceinline__ void produce(const TensorMap* few_rows, const TensorM
       mbarrier_wait(base + T::empty + 8 * ring.stage, ring.parity);
       if (lane == 0) mbarrier_expect(full, valid * here * 11 + T::boxes * box * 128);
       __syncwarp();
-      if (consumer < T::CONSUMERS && mine > 0)
+      if (halves)
+        copy_halves<T>(p, tile, k, matrix, chunk, base + T::a + ring.stage * T::stage_a, full, lane);
+      else if (consumer < T::CONSUMERS && mine > 0)
         bulk_load(to + ring.stage * T::stage_a, from + static_cast<i64>(mine) * size * 4 * chunk,
                   mine * size * here, full);
       if (T::INSIDE && lane >= 32 - T::boxes) {
@@ -83,10 +112,18 @@ __device__ __forceinline__ void produce_operand(const TensorMap* few_rows, const
       mbarrier_wait(base + T::b_empty + 8 * ring.stage, ring.parity);
       if (lane == 0) {
         mbarrier_expect(full, T::PART * box * 128);
+        const u32 to = base + T::b + ring.stage * T::unit;
+        const int first = static_cast<int>(tile.first_row);
+        if constexpr (T::PAIR > 1) {  // its share of the rows, to both CTAs
+          const int rank = cluster_rank(), boxes = box < T::TOKENS ? 1 - rank : 2;
+          for (int i = 0; i < boxes; ++i) {
+            const int row = (2 * rank + i) * T::few;
+            tma_load_multicast(to + row * 128, few_rows, half * 128, first + row, full, 3);
+          }
+        } else {
 #pragma unroll
-        for (int i = 0; i < T::PART; ++i)
-          tma_load(base + T::b + ring.stage * T::unit + i * T::half, map, (half + i) * 128,
-                   static_cast<int>(tile.first_row), full);
+          for (int i = 0; i < T::PART; ++i) tma_load(to + i * T::half, map, (half + i) * 128, first, full);
+        }
       }
       __syncwarp();
       ring.next();

@@ -12,6 +12,13 @@ namespace farro {
 constexpr int kRows = 64;  // of a compressed tile, with a chunk of 128 of K
 constexpr int kMeta = 2048, kScales = kMeta + 512, kTile = kScales + 256;  // its parts, and its size
 constexpr int kExpanders = 3;  // warps
+constexpr int kPitch = 144;    // bytes of a token's 64 sums, and 16 that spread them over the banks
+
+// GATED: where a consumer's 32 rows of gate and 32 of up come from. Weights are compressed in blocks of 64
+// rows, where 8 rows of gate and 8 of up alternate (mixed) or all of gate come first. These are copied as
+// blocks of 64 where gate has whole ones and consumers are even (blocks: half of them of gate, then of up;
+// consumers 2 i and 2 i + 1 take the first and the second half of the i-th of both), else as halves.
+enum class Halves : int { mixed = 0, blocks = 1, halves = 2 };
 
 struct Problem {
   const u8* codes;
@@ -26,15 +33,17 @@ struct Problem {
   int contiguous;    // whether a CTA takes neighbouring tiles
   int out_vector;    // 8-byte stores to out are aligned
   int scale_vector;  // x_scales of 128 of K are an aligned word
+  int halves;        // GATED: how rows lie, see `Halves`
 };
 
-template <bool BF16_, bool INSIDE_, int CONSUMERS_, int TOKENS_, int STEP_, int STAGES_, int CTAS_, int SPLIT_>
+template <bool GATED_, bool BF16_, bool INSIDE_, int CONSUMERS_, int TOKENS_, int STEP_, int STAGES_, int CTAS_,
+          int SPLIT_, int PAIR_ = 1>
 struct Traits {
-  static constexpr bool BF16 = BF16_, INSIDE = INSIDE_;
+  static constexpr bool GATED = GATED_, BF16 = BF16_, INSIDE = INSIDE_;
   // How codes become FP16: by conversion from E4M3, or by shifts, each where it was the faster
   static constexpr bool CONVERT = TOKENS_ < 128;
   static constexpr int CONSUMERS = CONSUMERS_, TOKENS = TOKENS_, STEP = STEP_, STAGES = STAGES_;
-  static constexpr int SPLIT = SPLIT_;
+  static constexpr int SPLIT = SPLIT_, PAIR = PAIR_, CLUSTER = SPLIT * PAIR;
   static constexpr int threads = 128 + 128 * CONSUMERS, rows = kRows * CONSUMERS;
   static constexpr int half = TOKENS * 128;              // bytes of 64 of K
   static constexpr int few = TOKENS > 32 ? TOKENS / 4 : 8;  // rows of the smaller boxes
@@ -47,10 +56,14 @@ struct Traits {
   static constexpr int stage_raw = boxes * half, stage_scales = INSIDE && !BF16 ? TOKENS * 4 * STEP : 0;
   static_assert(!INSIDE || STEP == 2, "a box has the codes of 256 of K");
   static_assert(INSIDE || SPLIT == 1, "warps 2 and 3 would have to meet the cluster too");
+  static_assert(PAIR == 1 || (!INSIDE && TOKENS > 64), "halves of boxes that were expanded before");
   // Shared memory
   static constexpr int b = 0, raw = UNITS * unit, a = raw + STAGES * stage_raw;
   static constexpr int raw_scales = a + STAGES * stage_a, sums = raw_scales + STAGES * stage_scales;
-  static constexpr int full = sums + (SPLIT > 1 ? rows * TOKENS * 4 : 0), empty = full + 8 * STAGES;
+  // GATED: BF16 sums of some tokens of each consumer on their way to other threads
+  static constexpr int pass = TOKENS < 32 ? TOKENS : 32;
+  static constexpr int staging = sums + (SPLIT > 1 ? rows * TOKENS * 4 : 0);
+  static constexpr int full = staging + (GATED ? CONSUMERS * pass * kPitch : 0), empty = full + 8 * STAGES;
   static constexpr int b_full = empty + 8 * STAGES, b_empty = b_full + 8 * UNITS;
   static constexpr int table = b_empty + 8 * UNITS;  // int [3 * experts + 1]
   // Registers: of a thread at launch, and where warpgroups multiply wide tiles, after an exchange
@@ -81,7 +94,7 @@ struct Tiles {
       : experts(rows.experts), capacity(rows.capacity), ragged(rows.ragged), raster(p.raster) {
     first = reinterpret_cast<int*>(shared + T::table);
     start = first + experts + 1, count = start + experts;
-    row_tiles = (p.features + T::rows - 1) / T::rows;
+    row_tiles = (p.features + T::rows * T::PAIR - 1) / (T::rows * T::PAIR);
   }
 
   // By all threads, with a barrier after each of the two.
@@ -93,7 +106,7 @@ struct Tiles {
   }
 
   __device__ __forceinline__ void begin(int contiguous) {
-    const int all = first[experts], crews = gridDim.x / T::SPLIT, crew = blockIdx.x / T::SPLIT;
+    const int all = first[experts], crews = gridDim.x / T::CLUSTER, crew = blockIdx.x / T::CLUSTER;
     if (contiguous) {
       next = uniform(static_cast<int>(static_cast<i64>(all) * crew / crews));
       end = uniform(static_cast<int>(static_cast<i64>(all) * (crew + 1) / crews));
@@ -110,6 +123,7 @@ struct Tiles {
     int token_tile;
     tile_at(next - first[expert], (there + T::TOKENS - 1) / T::TOKENS, row_tiles, raster, token_tile,
             tile.row_tile);
+    if constexpr (T::PAIR > 1) tile.row_tile = tile.row_tile * T::PAIR + cluster_rank();
     tile.expert = expert, tile.tokens = min(there - token_tile * T::TOKENS, T::TOKENS);
     tile.first_row = (ragged ? 0 : static_cast<i64>(expert) * capacity) + start[expert] +
                      token_tile * T::TOKENS;
