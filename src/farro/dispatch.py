@@ -6,7 +6,7 @@ import contextlib
 import functools
 import importlib
 import importlib.util
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -42,6 +42,8 @@ class Kernel:
     config: Callable[[Problem], Any] = _nothing
     must_run: Callable[[Problem], bool] = _never
     configs: Callable[[Problem], Iterable[Any]] | None = None  # those that `farro tune` times
+    # of configurations and their times: more that are worth a try, as the best parts of several
+    further: Callable[[Mapping[Any, float]], Iterable[Any]] | None = None
     yields: Callable[[Problem], str | None] = _nothing  # why "auto" leaves it to a later kernel
     bind: str = ""  # "module:function": config -> `run` for calls alike in all but addresses
 

@@ -13,6 +13,8 @@ from .. import tuning
 _TOLERANCE = 1.02  # a row is left out where the rest of the table serves its problem this well
 _MODELLED = 1.1  # configurations that came this near the best of a problem get a model
 _LEAST = 4  # problems that a model's three numbers are fitted to
+_SIZES = ("m", "n", "k")
+_OF_EXPERTS = ("e", "topk")
 
 Entry = dict[str, Any]
 Row = dict[str, Any]
@@ -32,8 +34,17 @@ def _problem(entry: Entry) -> dict[str, Any]:
 def _split(entry: Entry) -> tuple[dict[str, Any], dict[str, int]]:
     """What a row must agree in, and the sizes."""
     problem = _problem(entry)
-    sizes: dict[str, int] = {n: problem.pop(n) for n in ("m", "n", "k") if n in problem}
+    names = _SIZES
+    if _of_experts(problem):
+        names += _OF_EXPERTS
+        problem.pop("all", None)  # a call does not tell it
+    sizes: dict[str, int] = {n: problem.pop(n) for n in names if n in problem}
     return problem, sizes
+
+
+def _of_experts(problem: Mapping[str, Any]) -> bool:
+    """Whether calls take the nearest row in all sizes, as those over several experts do."""
+    return "e" in problem
 
 
 def _row(entry: Entry) -> Row:
@@ -56,7 +67,7 @@ def models(entries: list[Entry], multiprocessors: int) -> list[Row]:
     near: dict[tuple[str, str], Row] = {}
     for entry in entries:
         exact, sizes = _split(entry)
-        if sizes.get("m", 0) <= tuning.FEW_ROWS or "n" not in sizes:
+        if sizes.get("m", 0) <= tuning.FEW_ROWS or "n" not in sizes or _of_experts(sizes):
             continue
         for (config, us), tile in zip(entry["times"], entry.get("tiles", ())):
             key = (_key(exact), _key(config))
@@ -114,7 +125,7 @@ def _served(entry: Entry, table: tuple[Row, ...], multiprocessors: int, toleranc
     """
     exact, sizes = _split(entry)
     measured = {_key(config): us for config, us in entry["times"]}
-    if "n" in sizes:
+    if "n" in sizes and not _of_experts(sizes):
         found = tuning.chosen(table, exact, sizes, multiprocessors)
     else:
         found = tuning.nearest(table, exact, sizes)

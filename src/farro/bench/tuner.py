@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -203,7 +203,7 @@ def _measure(tuner: Tuner, clock: Timer, item: Work, failed: set[tuple[Any, ...]
     times: dict[Any, float] = {}
     anchor: Any = None
     best = float("inf")
-    for config in item.configs:
+    for config in _in_turn(item, times):
         if _compiled_key(item, config) in failed:
             continue
         try:
@@ -231,6 +231,13 @@ def _measure(tuner: Tuner, clock: Timer, item: Work, failed: set[tuple[Any, ...]
     for config in few:
         times[config] = median(clock.samples(_bound(case, function, config), _CAREFUL))
     _record(tuner, item, times, few)
+
+
+def _in_turn(item: Work, times: Mapping[Any, float]) -> Iterator[Any]:
+    """The kernel's configurations, then those that their times suggest."""
+    yield from item.configs
+    if times and item.kernel.further is not None:
+        yield from item.kernel.further(times)
 
 
 def _bound(case: Case, function: Callable[..., None], config: Any) -> Callable[[], Any]:

@@ -11,6 +11,7 @@ from ...dispatch import Kernel, Operator
 from ...functional import Functional
 from . import cpu, sm90_configs, triton
 from .checks import ARGUMENTS, NAME, check, check_types
+from .triton_configs import best_pairs
 from .warm import calls
 
 # A kernel's run: (config, x, scale_x, w_gate_up, scale_gate_up, w_down, scale_down, topk_ids,
@@ -27,6 +28,7 @@ KERNELS = (
         must_run=sm90_configs.must_run,
         yields=sm90_configs.yields,
         configs=sm90_configs.configs,
+        further=best_pairs,
     ),
     Kernel(
         "moe_ffn.cpu",
@@ -46,6 +48,7 @@ KERNELS = (
         config=triton.config,
         must_run=triton.must_run,
         configs=triton.configs,
+        further=best_pairs,
     ),
     Kernel(
         "moe_ffn.reference",

@@ -2,7 +2,7 @@
 //
 // Weights fill the 64-row side of wgmma, routes the narrow one. Persistent over (expert, up to TOKENS
 // routes, 64 * WARPGROUPS * WAVES weight rows): warpgroup 0 fills a ring of stages of 128 of K, its
-// first warp with weights by TMA, the second with the scales of both, the others with rows. Each other
+// first warp with weights by TMA, the last ones with rows; its second fills a ring of scales. Each other
 // warpgroup multiplies WAVES times 64 weight rows, by groups: total = fma(float(sum), sX * sW, total).
 //
 // GATED (gate/up): rows are gathered from the tokens' own, 16 bytes at a time. Of 16 weight rows 8 are
@@ -43,6 +43,7 @@ struct Traits {
   static constexpr int rows = 64 * WARPGROUPS * WAVES, features = GATED ? rows / 2 : rows;
   static constexpr int CLUSTER = GATED && GROUP > features ? GROUP / features : 1;
   static constexpr int GATHERERS = TOKENS > 32 ? 2 : 1;  // warps
+  static constexpr int BOX = TOKENS > 32 ? 32 : 8;       // rows that TMA brings together
   // K that is promoted together
   static constexpr int unit = GROUP > kDepth ? GROUP : kDepth, unit_blocks = unit / kDepth;
   static constexpr int unit_groups = unit / GROUP;
@@ -52,12 +53,16 @@ struct Traits {
   // Shared memory
   static constexpr int weight_bytes = rows * kDepth, token_bytes = TOKENS * kDepth;
   static constexpr int scale_floats = unit_groups * (rows + TOKENS);  // [groups][rows], [groups][TOKENS]
+  // Units whose scales there is room for: a stage is free before its sums are promoted, scales are after
+  static constexpr int SLOTS = STAGES / unit_blocks > 3 ? STAGES / unit_blocks : 3;
   static constexpr int weights = 0, tokens = STAGES * weight_bytes;
   static constexpr int scales = tokens + STAGES * token_bytes;
-  static constexpr int rates = scales + STAGES * scale_floats * 4;  // float2 [warps][own_parts][TOKENS]
+  static constexpr int rates = scales + SLOTS * scale_floats * 4;  // float2 [warps][own_parts][TOKENS]
   static constexpr int maxima = rates + (GATED ? 4 * WARPGROUPS * own_parts * TOKENS * 8 : 0);
   static constexpr int full = maxima + (GATED ? 3 * parts * TOKENS * 4 : 0);
-  static constexpr int empty = full + 8 * STAGES, ready = empty + 8 * STAGES;
+  static constexpr int empty = full + 8 * STAGES;
+  static constexpr int scale_full = empty + 8 * STAGES, scale_empty = scale_full + 8 * SLOTS;
+  static constexpr int ready = scale_empty + 8 * SLOTS;
   static constexpr int table = ready + 16;  // int [2 * (experts + 1)]
   // Registers of a thread: at launch, and where tiles are wide, after an exchange
   static constexpr bool exchange = TOKENS * WAVES >= 128;
@@ -105,7 +110,7 @@ __device__ __forceinline__ void bring_weights(const TensorMap* map, const Proble
   }
 }
 
-// Rows of the first product's results, eight together; those after the tile's are never looked at.
+// Rows of the first product's results, BOX together; those after the tile's are never looked at.
 template <class T>
 __device__ __forceinline__ void bring_rows(const TensorMap* map, const Problem& p, Tiles& tiles,
                                            u32 base, int lane) {
@@ -113,15 +118,15 @@ __device__ __forceinline__ void bring_rows(const TensorMap* map, const Problem& 
   const int blocks = stages_of<T>(p);
   Tile tile;
   while (tiles.take(tile)) {
-    const int boxes = (tile.rows + 7) / 8;
+    const int boxes = (tile.rows + T::BOX - 1) / T::BOX;
     for (int block = 0; block < blocks; ++block) {
       mbarrier_wait(base + T::empty + 8 * ring.stage, ring.parity);
       const u32 full = base + T::full + 8 * ring.stage;
-      if (lane == 0) mbarrier_expect(full, boxes * 8 * kDepth);
+      if (lane == 0) mbarrier_expect(full, boxes * T::BOX * kDepth);
       __syncwarp();
       if (lane < boxes)
-        tma_load(base + T::tokens + ring.stage * T::token_bytes + lane * 8 * kDepth, map,
-                 block * kDepth, tile.first_row + 8 * lane, full);
+        tma_load(base + T::tokens + ring.stage * T::token_bytes + lane * T::BOX * kDepth, map,
+                 block * kDepth, tile.first_row + T::BOX * lane, full);
       ring.next();
     }
   }
@@ -195,7 +200,7 @@ __device__ __forceinline__ void load_weight_scales(const Problem& p, const Tile&
 template <class T>
 __device__ __forceinline__ void bring_scales(const Problem& p, Tiles& tiles, u32 base, int lane) {
   constexpr int kTurns = (T::TOKENS + 31) / 32;
-  Ring<T::STAGES> ring(1);
+  Ring<T::SLOTS> ring(1);
   const int groups = (p.k + T::GROUP - 1) / T::GROUP, units = (p.k + T::unit - 1) / T::unit;
   Tile tile;
   while (tiles.take(tile)) {
@@ -207,7 +212,7 @@ __device__ __forceinline__ void bring_scales(const Problem& p, Tiles& tiles, u32
       if constexpr (T::GATED) row[i] = __ldcg(p.source + row[i]);
     }
     for (int unit = 0; unit < units; ++unit) {
-      mbarrier_wait(base + T::empty + 8 * ring.stage, ring.parity);
+      mbarrier_wait(base + T::scale_empty + 8 * ring.stage, ring.parity);
       const u32 to = base + T::scales + ring.stage * T::scale_floats * 4;
       const int first = unit * T::unit_groups;
       load_weight_scales<T>(p, tile, feature, to, first, groups, lane);
@@ -220,14 +225,8 @@ __device__ __forceinline__ void bring_scales(const Problem& p, Tiles& tiles, u32
         for (int i = 0; i < kTurns; ++i)
           if (lane + 32 * i < tile.rows) cp_async<4>(at + 128 * i, from + row[i] * p.x_scale_row, real);
       }
-      cp_async_arrive(base + T::full + 8 * ring.stage);
+      cp_async_arrive(base + T::scale_full + 8 * ring.stage);
       ring.next();
-#pragma unroll
-      for (int block = 1; block < T::unit_blocks; ++block) {  // no scales in the rest of a unit
-        mbarrier_wait(base + T::empty + 8 * ring.stage, ring.parity);
-        mbarrier_arrive(base + T::full + 8 * ring.stage);
-        ring.next();
-      }
     }
   }
   cp_async_wait_all();
@@ -238,6 +237,7 @@ __device__ __forceinline__ void bring_scales(const Problem& p, Tiles& tiles, u32
 template <class T>
 struct Consumer {
   Ring<T::STAGES> ring{0};
+  Ring<T::SLOTS> scale_ring{0};
   int which, warp, lane;
   int turn = 0;    // of three tables of maxima
   u32 parity = 0;  // of the barrier that tells that one is complete
@@ -266,26 +266,31 @@ __device__ __forceinline__ void multiply_tile(const Problem& p, const u8* shared
   const u64 first_a = wgmma_descriptor(base + T::weights + c.which * T::WAVES * 64 * kDepth);
   const u64 first_b = wgmma_descriptor(base + T::tokens);
 
-#pragma unroll 1
-  for (int unit = 0; unit < units; ++unit) {
-    Ring<T::STAGES> ahead = c.ring;
+  // A unit's stages are waited for before it, while the last sums of the one before multiply
+  auto wait_for_unit = [&](Ring<T::STAGES> at) {
 #pragma unroll
     for (int block = 0; block < T::unit_blocks; ++block) {
-      mbarrier_wait(base + T::full + 8 * ahead.stage, ahead.parity);
-      ahead.next();
+      mbarrier_wait(base + T::full + 8 * at.stage, at.parity);
+      at.next();
     }
+  };
+  if (units > 0) wait_for_unit(c.ring);
+#pragma unroll 1
+  for (int unit = 0; unit < units; ++unit) {
     if constexpr (T::GATED) fence_async_proxy();  // cp.async wrote for wgmma to read
     const float* scales = reinterpret_cast<const float*>(shared + T::scales) +
-                          c.ring.stage * T::scale_floats;
+                          c.scale_ring.stage * T::scale_floats;
 #pragma unroll
     for (int g = 0; g < T::unit_groups; g += kTogether) {
 #pragma unroll
       for (int w = 0; w < T::WAVES; ++w) {
+        const bool last = g + kTogether == T::unit_groups && w == T::WAVES - 1;  // of the unit
         int sums[kTogether][WIDTH / 2];
+        Ring<T::STAGES> at = c.ring;
         wgmma_fence();
 #pragma unroll
         for (int t = 0; t < kTogether; ++t) {
-          Ring<T::STAGES> at = c.ring;
+          at = c.ring;
 #pragma unroll
           for (int block = 0; block < T::unit_blocks; ++block) {
             const u64 a = first_a + at.stage * (T::weight_bytes / 16) + w * (64 * kDepth / 16) +
@@ -298,16 +303,27 @@ __device__ __forceinline__ void multiply_tile(const Problem& p, const u8* shared
           }
         }
         wgmma_commit();
+        if (g == 0 && w == 0)
+          mbarrier_wait(base + T::scale_full + 8 * c.scale_ring.stage, c.scale_ring.parity);
         float low[kTogether], high[kTogether];
 #pragma unroll
         for (int t = 0; t < kTogether; ++t) {
           low[t] = scales[(g + t) * T::rows + first + w * next_wave];
           high[t] = scales[(g + t) * T::rows + second + w * next_wave];
         }
+        if (last && unit + 1 < units) wait_for_unit(at);
         wgmma_wait<0>();
 #pragma unroll
+        for (int t = 0; t < kTogether; ++t) wgmma_hold(sums[t]);
+        if (last) {
+#pragma unroll
+          for (int block = 0; block < T::unit_blocks; ++block) {
+            if (c.lane == 0) mbarrier_arrive(base + T::empty + 8 * c.ring.stage);
+            c.ring.next();
+          }
+        }
+#pragma unroll
         for (int t = 0; t < kTogether; ++t) {
-          wgmma_hold(sums[t]);
           const float2* of_columns = reinterpret_cast<const float2*>(
               scales + T::unit_groups * T::rows + (g + t) * T::TOKENS) + c.lane % 4;
 #pragma unroll
@@ -324,11 +340,8 @@ __device__ __forceinline__ void multiply_tile(const Problem& p, const u8* shared
       }
     }
     __syncwarp();
-#pragma unroll
-    for (int block = 0; block < T::unit_blocks; ++block) {
-      if (c.lane == 0) mbarrier_arrive(base + T::empty + 8 * c.ring.stage);
-      c.ring.next();
-    }
+    if (c.lane == 0) mbarrier_arrive(base + T::scale_empty + 8 * c.scale_ring.stage);
+    c.scale_ring.next();
   }
 }
 
@@ -490,6 +503,11 @@ __device__ __forceinline__ void consume(const Problem& p, Tiles& tiles, u8* shar
   constexpr int W = T::TOKENS;
   Tile tile;
   while (tiles.take(tile)) {  // in the narrowest product that holds the tile's rows
+    if constexpr (W == 128)
+      if (tile.rows > W / 2 && tile.rows <= W / 4 * 3) {
+        compute<T, W / 4 * 3>(p, tile, shared, base, c);
+        continue;
+      }
     if constexpr (W >= 32)
       if (tile.rows <= W / 4) {
         compute<T, W / 4>(p, tile, shared, base, c);
@@ -517,9 +535,13 @@ __device__ __forceinline__ void run(const TensorMap* weights, const TensorMap* r
     prefetch_tensor_map(weights);
     if constexpr (!T::GATED) prefetch_tensor_map(rows);
     for (int i = 0; i < T::STAGES; ++i) {
-      // weights, the lanes that copy scales, and rows
-      mbarrier_init(base + T::full + 8 * i, 1 + 32 + (T::GATED ? 32 * T::GATHERERS : 1));
+      // weights, and rows
+      mbarrier_init(base + T::full + 8 * i, 1 + (T::GATED ? 32 * T::GATHERERS : 1));
       mbarrier_init(base + T::empty + 8 * i, 4 * T::WARPGROUPS);
+    }
+    for (int i = 0; i < T::SLOTS; ++i) {
+      mbarrier_init(base + T::scale_full + 8 * i, 32);
+      mbarrier_init(base + T::scale_empty + 8 * i, 4 * T::WARPGROUPS);
     }
     mbarrier_init(base + T::ready, 4 * T::WARPGROUPS * T::CLUSTER);
     fence_mbarrier_init();

@@ -219,7 +219,8 @@ def down_launch(
     (experts, i, h), at = w.shape, scratch.at
     steps = (_step(w, 0), _step(w, 2))
     weights = tensor_map.encode_experts(w.data_ptr(), (experts, h, i), steps, tile.rows)
-    codes = tensor_map.encode(base + at["codes"], routes, i, scratch.pitch, 8, 128)
+    box = 32 if tile.routes > 32 else 8  # T::BOX of sm90.cu
+    codes = tensor_map.encode(base + at["codes"], routes, i, scratch.pitch, box, 128)
     problem = _Problem(
         *(base + at["codes"], base + at["scale"], 0, base + at["offsets"]),
         *(scale_w.data_ptr(), base + at["y"], 0),

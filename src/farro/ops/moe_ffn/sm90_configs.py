@@ -69,12 +69,14 @@ def cluster_of(tile: Tile, gated: bool, group: int) -> int:
 def shared_bytes(tile: Tile, gated: bool, group: int, experts: int) -> int:
     """What the kernel's Traits add up to, with room to align."""
     t, groups = tile, max(_DEPTH // group, 1)
-    stage = (t.rows + t.routes) * (_DEPTH + 4 * groups) + 16
+    stage = (t.rows + t.routes) * _DEPTH + 16
+    slots = max(3, t.stages // max(group // _DEPTH, 1))
+    scales = slots * ((t.rows + t.routes) * 4 * groups + 16)
     maxima = 0
     if gated:
         own, parts = max(1, 32 * t.waves // group), max(1, t.rows // 2 // group)
         maxima = 4 * t.warpgroups * own * t.routes * 8 + 3 * parts * t.routes * 4
-    return t.stages * stage + maxima + 16 + 8 * (experts + 1) + _ALIGNMENT
+    return t.stages * stage + scales + maxima + 16 + 8 * (experts + 1) + _ALIGNMENT
 
 
 def registers(tile: Tile, gated: bool) -> int:
@@ -247,12 +249,17 @@ def tiles(gated: bool, group: int, experts: int) -> Iterator[Tile]:
 
 @functools.lru_cache(maxsize=64)
 def configs(problem: Problem) -> list[Config]:
-    """Those that a tuner may time: each tile of one product beside the usual one of the other."""
+    """Those that a tuner may time: each tile of one product beside the usual one of the other.
+
+    Where experts are spread over ranks, they have fewer rows than `sizes` counts: a rank cannot
+    know. Two waves share what a row of tokens costs, which is little in narrow tiles.
+    """
     s, usual = sizes(problem), heuristic(problem)
 
     def plausible(gated: bool) -> Iterator[Tile]:
         for tile in tiles(gated, s.group, s.experts):
-            if min(s.rows, 64) <= tile.routes <= max(8 * s.rows, 32):
+            few = tile.waves == 1 or tile.routes >= 64
+            if few and min(s.rows, 64) // 8 <= tile.routes <= max(4 * s.rows, 16):
                 yield tile
 
     found = [replace(usual, gate_up=tile) for tile in plausible(True)]

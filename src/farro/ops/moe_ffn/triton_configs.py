@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -207,6 +208,27 @@ def _tiles(problem: Problem, paired: bool) -> Iterator[Tile]:
         tile = Tile(tokens, columns, swap, warps, stages)
         if _refuses_tile(tile, problem, paired) is None:
             yield tile
+
+
+_PAIRED = 3  # tiles of each product that are timed together
+
+
+def best_pairs(times: Mapping[Any, float]) -> list[Any]:
+    """The best tiles of both products together: `configs` has each beside the usual one alone.
+
+    The launches of a call follow one another, so their times add up, nearly.
+    """
+    names = ("gate_up", "down")
+    usual = {n: Counter(getattr(c, n) for c in times).most_common(1)[0][0] for n in names}
+    few: dict[str, list[Any]] = {}
+    for name, other in (names, names[::-1]):
+        alike = {
+            getattr(c, name): us for c, us in times.items() if getattr(c, other) == usual[other]
+        }
+        few[name] = sorted(alike, key=alike.__getitem__)[:_PAIRED]
+    base = next(iter(times))
+    pairs = [replace(base, gate_up=a, down=b) for a in few["gate_up"] for b in few["down"]]
+    return [pair for pair in pairs if pair not in times]
 
 
 @functools.lru_cache(maxsize=64)
