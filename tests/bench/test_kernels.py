@@ -28,6 +28,19 @@ plain_gemm[(2, 3)](a, b, sa, sb, out, m, n, k, sa.shape[1], GROUP=group, BM=16, 
 reference.run(None, a, b.T, sa, sb, None, want, group)
 torch.testing.assert_close(out, want, rtol=1e-6, atol=1e-6)
 
+from farro.bench import adapter, quantized_layer_peers
+
+sizes = {"m": 9, "n": 64, "k": 96, "e": 3, "all": 6, "topk": 2}
+case = adapter("moe_ffn").build(sizes, Options(torch.device("cpu"), 64))
+given = case.peers.__self__
+dense = lambda: (given.gate_up.bf16(), given.down.bf16())
+codes = (given.codes, given.scale)
+codes += (given.gate_up.codes, given.gate_up.scale, given.down.codes, given.down.scale)
+x = torch.empty(9, 96, dtype=torch.bfloat16)
+layer = quantized_layer_peers.Layer(x, given.ids, given.weights, dense, "key", codes)
+result = quantized_layer_peers._plain_layer(64, layer, (16, 32, 4, 2))()
+assert (result.double() - case.truth()).norm() < 0.03 * case.truth().norm()
+
 for count in (5 * 128 + 7, 100, 1024):
     source = torch.randint(-1000, 1000, (count,), dtype=torch.int32)
     sums = torch.full((3,), -1, dtype=torch.int32)

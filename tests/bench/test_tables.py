@@ -43,6 +43,21 @@ def test_rows_that_a_neighbour_serves_are_left_out():
         assert time_of(entry, found) <= 1.02 * entry["best_us"]
 
 
+def test_layers_of_experts_take_the_nearest_row_in_all_sizes():
+    a, b = {"name": "tall"}, {"name": "square"}
+    entries = []
+    for m, e, best in ((128, 8, a), (1000, 8, a), (8192, 8, a), (128, 128, b), (8192, 128, b)):
+        entry = entry_of(m, [[best, 10.0], [b if best is a else a, 20.0]], tiles=TILES)
+        entry["problem"] |= {"e": e, "all": e, "topk": 2}
+        entries.append(entry)
+    rows = tables.rows(entries, 132)
+    assert not any("model" in row for row in rows)
+    for entry in entries:
+        sizes = {name: entry["problem"][name] for name in ("m", "e", "topk", "n", "k")}
+        assert tuning.nearest(tuple(rows), EXACT, sizes) == entry["best"]
+    assert len(rows) < len(entries)
+
+
 # --- models --------------------------------------------------------------------------------------
 
 TILES = {"tall": [256, 128], "square": [128, 128]}

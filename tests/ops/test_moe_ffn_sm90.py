@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from farro.formats.int8_group import GROUP_SIZES, group_count
 from farro.ops.moe_ffn import reference, sm90, sm90_configs
 from farro.ops.moe_ffn.checks import ARGUMENTS
 from farro.ops.moe_ffn.sm90_configs import Config, Tile
+from farro.ops.moe_ffn.triton_configs import best_pairs
 from farro.ops.moe_ffn.warm import operands
 from farro.problem import Problem
 from farro.testing import MoeCase, assert_bit_equal
@@ -82,6 +84,17 @@ def test_the_choice_follows_the_routes():
     assert tile(1, QWEN).rows == 64, "one token's experts leave few tiles"
     assert tile(64, QWEN).rows == 256 and tile(64, QWEN).routes <= 32
     assert tile(8192, QWEN) == tile(8192, MIXTRAL) and tile(8192, QWEN).routes == 128
+
+
+def test_the_best_tiles_of_both_products_are_paired():
+    usual = Config(Tile(16, 1, 1, 5), Tile(32, 1, 1, 5))
+    ups = [replace(usual, gate_up=Tile(16, 1, 1, stages)) for stages in (6, 7, 8)]
+    downs = [replace(usual, down=Tile(32, 1, 1, stages)) for stages in (6, 7)]
+    times = dict(zip((usual, *ups, *downs), (10.0, 9.0, 12.0, 8.0, 13.0, 7.0)))
+    pairs = best_pairs(times)
+    assert Config(ups[2].gate_up, downs[1].down) == pairs[0]
+    assert not set(pairs) & set(times)
+    assert len(pairs) == 4  # of nine, five were timed
 
 
 def test_illegal_tiles_say_why():

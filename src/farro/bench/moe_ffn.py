@@ -157,7 +157,9 @@ class Inputs:
         dense = lambda: (self.gate_up.bf16(), self.down.bf16())  # noqa: E731
         yield from layers(x, self.ids, self.weights, dense, self.options)
         key = (self.gate_up.key, self.down.key)
-        layer = Layer(x, self.ids, self.weights, dense, key)
+        given = (self.gate_up.codes, self.gate_up.scale, self.down.codes, self.down.scale)
+        codes = (self.codes, self.scale, *given)
+        layer = Layer(x, self.ids, self.weights, dense, key, codes)
         yield from quantized_layers(layer, self.options)
         yield from peer_products(layer, self.options)
 

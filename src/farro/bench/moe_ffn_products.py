@@ -9,15 +9,15 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ..arch import interpreting
-from ..dispatch import select
+from ..dispatch import Choice, select
 from ..errors import UnsupportedError
 from ..formats.int8_group import group_count
-from ..problem import Problem
 from . import peers
 from .case import Missing, Options, Subject
 from .quantized_layer_peers import Layer, humming_experts
@@ -29,17 +29,32 @@ def products(case: Any, inputs: Any) -> Iterator[Subject | Missing]:
     """farro's, of a case of moe_ffn and its Inputs; nothing where there are no rows, or no GPU."""
     if not (inputs.ids < inputs.experts).any():
         return
-    if inputs.options.device.type == "cuda" or interpreting():
-        operator, problem = case.problem()
+    if inputs.options.device.type != "cuda" and not interpreting():
+        return
+    operator, problem = case.problem()
+    for backend, make in (("cuda", _native_calls), ("triton", _triton_calls)):
         try:
-            choice = select(operator, problem, "triton")
+            choice = select(operator, problem, backend)
         except UnsupportedError as error:
-            yield Missing(f"farro triton, {GATE_UP}", str(error))
-            return
-        yield from _triton(choice.config, problem, inputs)
+            yield Missing(f"farro {backend}, {GATE_UP}", str(error))
+            continue
+        yield from _products(choice, inputs, make(choice.config, inputs))
 
 
-def _triton(config: Any, problem: Problem, inputs: Any) -> Iterator[Subject]:
+@dataclass(frozen=True)
+class _Calls:
+    """Both products as calls, and what they read and write."""
+
+    gate_up: Callable[[], None]
+    down: Callable[[], None]
+    offsets: torch.Tensor
+    token: torch.Tensor
+    codes: torch.Tensor
+    scale: torch.Tensor
+    y: torch.Tensor
+
+
+def _triton_calls(config: Any, inputs: Any) -> _Calls:
     from ..ops.moe_ffn.triton import Layer as Launches
 
     x, of_x, w_up, s_up, w_down, s_down, ids, _ = inputs.args
@@ -47,25 +62,55 @@ def _triton(config: Any, problem: Problem, inputs: Any) -> Iterator[Subject]:
     (experts, inner, hidden), device = w_down.shape, x.device
     launches = Launches(config)
     offsets, _, token, _ = launches.routed(ids, experts)
-    used = int(offsets[-1])
     codes = torch.empty(routes, inner, dtype=torch.int8, device=device)
     scale = torch.empty(routes, group_count(inner, group_size), device=device)
     y = torch.empty(routes, hidden, dtype=torch.bfloat16, device=device)
 
-    def gate_up() -> tuple[torch.Tensor, torch.Tensor]:
+    def gate_up() -> None:
         rows = (x, of_x, w_up, s_up, offsets, token)
         launches.gate_up(*rows, codes, scale, group_size, False)
+
+    def down() -> None:
+        launches.down(codes, scale, w_down, s_down, offsets, y, group_size)
+
+    return _Calls(gate_up, down, offsets, token, codes, scale, y)
+
+
+def _native_calls(config: Any, inputs: Any) -> _Calls:
+    from ..ops.moe_ffn.sm90 import Scratch, launches
+
+    x, w_down, ids = inputs.args[0], inputs.args[4], inputs.args[6]
+    (experts, inner, hidden), group_size = w_down.shape, inputs.gate_up.group_size
+    scratch = Scratch(ids.numel(), experts, hidden, inner, group_size)
+    memory = torch.empty(scratch.bytes, dtype=torch.uint8, device=x.device)
+    out = torch.empty(len(x), hidden, dtype=inputs.options.dtype, device=x.device)
+    plan, gate_up, down, _ = launches(
+        config, inputs.args, out, scratch, memory.data_ptr(), group_size, False
+    )
+    plan.on_current_stream()
+    names = ("offsets", "source", "codes", "scale", "y")
+    offsets, token, codes, scale, y = (scratch.part(memory, name) for name in names)
+    calls = (gate_up.on_current_stream, down.on_current_stream)
+    return _Calls(*calls, offsets, token, codes[:, :inner], scale, y)
+
+
+def _products(choice: Choice, inputs: Any, calls: _Calls) -> Iterator[Subject]:
+    x, of_x, group_size = inputs.codes, inputs.scale, inputs.gate_up.group_size
+    codes, scale, token, used = calls.codes, calls.scale, calls.token, int(calls.offsets[-1])
+
+    def gate_up() -> tuple[torch.Tensor, torch.Tensor]:
+        calls.gate_up()
         return codes, scale
 
     def down() -> torch.Tensor:
-        launches.down(codes, scale, w_down, s_down, offsets, y, group_size)
-        return y
+        calls.down()
+        return calls.y
 
     def restored(made: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         return peers.exact(made[0][:used], made[1][:used], group_size)
 
     gate_up()  # what down reads
-    owners = _owners(offsets)
+    owners = _owners(calls.offsets)
 
     def hidden_truth() -> torch.Tensor:
         values = peers.exact(x, of_x, group_size)
@@ -81,10 +126,11 @@ def _triton(config: Any, problem: Problem, inputs: Any) -> Iterator[Subject]:
         (DOWN, down, lambda rows: rows[:used], truths[1]),
     ):
         yield Subject(
-            *(f"farro triton, {name}", "farro", call, value, functools.cache(truth)),
-            backend="triton",
-            kernel="moe_ffn.triton",
-            config=str(config),
+            *(f"farro {choice.kernel.backend}, {name}", "farro", call, value),
+            truth=functools.cache(truth),
+            backend=choice.kernel.backend,
+            kernel=choice.kernel.name,
+            config=str(choice.config),
             note="rows are sorted already",
         )
 

@@ -1,4 +1,4 @@
-"""A whole layer of experts in other libraries' grouped INT8 and FP8 products.
+"""A whole layer of experts in other grouped INT8 and FP8 products.
 
 Tokens are quantized before they are timed, as moe_ffn's are. What is timed is the gather by the
 routes, both products, silu(gate) * up with the quantizer of each library's format (compiled by
@@ -17,9 +17,14 @@ import torch
 
 from .case import Missing, Options, Subject
 from .kept import kept
-from .peers import wanted
+from .peers import fastest, wanted
 
 _MASKED_BELOW = 64  # tokens an expert: DeepGEMM's layout for few
+# rows, columns, warps, stages of the plain Triton product: for few rows an expert, and for many
+_PLAIN_TILES = {
+    False: ((16, 64, 4, 4), (16, 128, 4, 4), (32, 128, 4, 3)),
+    True: ((64, 128, 8, 3), (128, 128, 8, 3), (128, 256, 8, 2)),
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,6 +36,7 @@ class Layer:
     weights: torch.Tensor
     experts: Callable[[], tuple[torch.Tensor, torch.Tensor]]
     key: Hashable
+    codes: tuple[torch.Tensor, ...] = ()  # INT8 of x, gate/up and down, each before its scales
 
     @functools.cached_property
     def order(self) -> torch.Tensor:
@@ -76,6 +82,7 @@ def quantized_layers(layer: Layer, options: Options) -> Iterator[Subject | Missi
         return
     group_size = options.group_size
     for peer, name, make in (
+        ("triton", "plain Triton fused MoE", functools.partial(_plain_triton, group_size)),
         ("humming", f"Humming INT8 G{group_size} layer", functools.partial(_humming, group_size)),
         ("deepgemm", "DeepGEMM FP8 block layer", _deep_gemm),
     ):
@@ -96,6 +103,15 @@ def _subject(
     return Subject(name, "peer", call, note="the order of the routes is not timed")
 
 
+def _gated_int8(both: torch.Tensor, group_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """INT8 with a scale for each group of columns, nearly as quantize_int8_groups."""
+    gate, up = both.chunk(2, -1)
+    h = torch.nn.functional.silu(gate.float()) * up.float()
+    blocks = h.view(h.shape[0], -1, group_size)
+    scale = (blocks.abs().amax(-1) / 127).clamp_min(1e-12)
+    return (blocks / scale.unsqueeze(-1)).round().to(torch.int8).view(h.shape), scale
+
+
 def _gated(both: torch.Tensor) -> torch.Tensor:
     gate, up = both.chunk(2, -1)
     return (torch.nn.functional.silu(gate.float()) * up.float()).to(both.dtype)
@@ -114,6 +130,52 @@ def _gated_fp8(both: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 @functools.lru_cache(maxsize=4)
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function, dynamic=True) if torch.cuda.is_available() else function
+
+
+# --- plain Triton --------------------------------------------------------------------------------
+
+
+def _plain_triton(group_size: int, layer: Layer) -> Callable[[], torch.Tensor]:
+    """Both products by one simple kernel, the best of a few tiles; the rest compiled by torch."""
+    if layer.experts()[1].shape[2] % group_size:
+        raise ValueError(f"I is no multiple of {group_size}")
+    many = len(layer.order) >= 32 * layer.count
+    calls = {tile: _plain_layer(group_size, layer, tile) for tile in _PLAIN_TILES[many]}
+    best, failed = fastest(calls, layer.x.device)
+    if best is None:
+        raise RuntimeError(f"no tile runs: {failed}")
+    return calls[best]
+
+
+def _plain_layer(
+    group_size: int, layer: Layer, tile: tuple[int, int, int, int]
+) -> Callable[[], torch.Tensor]:
+    from .plain_experts_kernel import plain_experts
+
+    x, of_x, up, of_up, down, of_down = layer.codes
+    rows, columns, warps, stages = tile
+    token, owner, place = layer.padded(rows)
+    of_tile, itself = owner[::rows].contiguous(), torch.arange(len(token), device=x.device)
+    gated = _compiled(_gated_int8)
+
+    def product(a: Any, of_a: Any, w: Any, of_w: Any, source: torch.Tensor) -> torch.Tensor:
+        n, k = w.shape[1:]
+        out = torch.empty(len(token), n, dtype=torch.bfloat16, device=x.device)
+        plain_experts[(len(of_tile), -(-n // columns))](
+            *(a, of_a, w, of_w, source, of_tile, out, n, k, of_w.shape[1]),
+            GROUP=group_size,
+            BM=rows,
+            BN=columns,
+            num_warps=warps,
+            num_stages=stages,
+        )
+        return out
+
+    def call() -> torch.Tensor:
+        h, of_h = gated(product(x, of_x, up, of_up, token), group_size)
+        return layer.summed(product(h, of_h, down, of_down, itself)[place])
+
+    return call
 
 
 # --- Humming -------------------------------------------------------------------------------------

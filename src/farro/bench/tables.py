@@ -13,7 +13,7 @@ from .. import tuning
 _TOLERANCE = 1.02  # a row is left out where the rest of the table serves its problem this well
 _MODELLED = 1.1  # configurations that came this near the best of a problem get a model
 _LEAST = 4  # problems that a model's three numbers are fitted to
-_SIZES = ("m", "n", "k")
+_SIZES: tuple[str, ...] = ("m", "n", "k")
 _OF_EXPERTS = ("e", "topk")
 
 Entry = dict[str, Any]

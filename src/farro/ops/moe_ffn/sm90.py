@@ -11,6 +11,7 @@ One piece of scratch memory holds what goes from launch to launch.
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -107,19 +108,29 @@ class Scratch:
     def __init__(self, routes: int, experts: int, h: int, i: int, group_size: int) -> None:
         self.pitch = -(-i // 16) * 16  # of codes: TMA reads them
         self.groups = group_count(i, group_size)
-        sizes = {
-            "offsets": 4 * (experts + 1),
-            "row_of": 4 * routes,
-            "source": 4 * routes,
-            "codes": routes * self.pitch,
-            "scale": 4 * routes * self.groups,
-            "y": 2 * routes * h,
+        self.parts: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
+            "offsets": (torch.int32, (experts + 1,)),
+            "row_of": (torch.int32, (routes,)),
+            "source": (torch.int32, (routes,)),
+            "codes": (torch.int8, (routes, self.pitch)),
+            "scale": (torch.float32, (routes, self.groups)),
+            "y": (torch.bfloat16, (routes, h)),
         }
         self.at: dict[str, int] = {}
         self.bytes = 0
-        for name, size in sizes.items():
+        for name in self.parts:
             self.at[name] = self.bytes
-            self.bytes += -(-size // 256) * 256
+            self.bytes += -(-self._size(name) // 256) * 256
+
+    def _size(self, name: str) -> int:
+        dtype, shape = self.parts[name]
+        return dtype.itemsize * math.prod(shape)
+
+    def part(self, memory: torch.Tensor, name: str) -> torch.Tensor:
+        """One of `parts`, of the bytes that all lie in."""
+        dtype, shape = self.parts[name]
+        at = self.at[name]
+        return memory[at : at + self._size(name)].view(dtype).view(shape)
 
 
 def kernel_name(tile: Tile, gated: bool, group_size: int) -> tuple[str, str]:
@@ -249,6 +260,31 @@ def sum_launch(
     return Launch(device, function, grid, threads, 0, 1, (given,), _OVERLAPS)
 
 
+def launches(
+    config: Config,
+    given: tuple[torch.Tensor, ...],
+    out: torch.Tensor,
+    scratch: Scratch,
+    base: int,
+    group_size: int,
+    interleaved: bool,
+) -> tuple[Launch, ...]:
+    """Plan, both products and the sum (without intermediate features no products), in order.
+
+    `given` are moe_ffn's tensors, `base` the address of the scratch memory.
+    """
+    x, scale_x, w_gate_up, scale_gate_up, w_down, scale_down, topk_ids, topk_weights = given
+    (experts, i, _), routes = w_down.shape, topk_ids.numel()
+    plan = plan_launch(topk_ids, experts, scratch, base)
+    total = sum_launch(topk_weights, out, scratch, base)
+    if not i:
+        return plan, total
+    first = (config.gate_up, x, scale_x, w_gate_up, scale_gate_up)
+    gate_up = gate_up_launch(*first, routes, scratch, base, group_size, interleaved)
+    down = down_launch(config.down, w_down, scale_down, routes, scratch, base, group_size)
+    return plan, gate_up, down, total
+
+
 class _All:
     """Launches, one after the other."""
 
@@ -266,6 +302,7 @@ class Layer:
     def __init__(self, config: Config) -> None:
         self.config = config
         self.prepared = Prepared()
+        self.scratch: Scratch | None = None
 
     def __call__(
         self,
@@ -285,23 +322,17 @@ class Layer:
         if not (experts and routes):
             out.zero_()
             return
-        scratch = Scratch(routes, experts, h, i, group_size)
+        if self.scratch is None:
+            self.scratch = Scratch(routes, experts, h, i, group_size)
+        scratch = self.scratch
         memory = torch.empty(scratch.bytes, dtype=torch.uint8, device=out.device)
         if not i:  # sums over nothing
             memory.zero_()
         given = (x, scale_x, w_gate_up, scale_gate_up, w_down, scale_down, topk_ids, topk_weights)
 
         def prepare() -> Any:
-            base = memory.data_ptr()
-            plan = plan_launch(topk_ids, experts, scratch, base)
-            total = sum_launch(topk_weights, out, scratch, base)
-            if not i:
-                return _All(plan, total)
-            first = (self.config.gate_up, x, scale_x, w_gate_up, scale_gate_up)
-            gate_up = gate_up_launch(*first, routes, scratch, base, group_size, interleaved)
-            second = (self.config.down, w_down, scale_down)
-            down = down_launch(*second, routes, scratch, base, group_size)
-            return _All(plan, gate_up, down, total)
+            where = (out, scratch, memory.data_ptr())
+            return _All(*launches(self.config, given, *where, group_size, interleaved))
 
         self.prepared.run(out.device, (*given, out, memory), prepare)
 

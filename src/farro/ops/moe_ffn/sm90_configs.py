@@ -213,10 +213,12 @@ def _usual(s: Sizes, problem: Problem, gated: bool) -> Tile:
             return many
     width = 16 if s.rows <= 4 else 32 if s.rows <= 16 else 64
     count = problem.arch.multiprocessors
-    for warpgroups, ctas in ((4, 1), (2, 2), (1, 4), (1, 2), (1, 1)):
+    for warpgroups, ctas in ((4, 1), (2, 2), (1, 1), (1, 2), (1, 4)):
         tiles = active * -(-rows // (64 * warpgroups))
         tile = deepest(Tile(width, warpgroups, 1, 2, ctas), gated, s.group, s.experts)
-        if tile is not None and (warpgroups == 1 or tiles >= 2 * count):
+        # where tiles are few, one to a multiprocessor with a deep ring: all are resident at once
+        enough = tiles >= 2 * count if warpgroups > 1 else tiles <= ctas * count or ctas == 4
+        if tile is not None and enough:
             return tile
     found = deepest(Tile(8, 1, 1, 2), gated, s.group, s.experts)
     assert found is not None, f"no room for the tables of {s.experts} experts"
