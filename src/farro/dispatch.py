@@ -44,6 +44,8 @@ class Kernel:
     configs: Callable[[Problem], Iterable[Any]] | None = None  # those that `farro tune` times
     # of configurations and their times: more that are worth a try, as the best parts of several
     further: Callable[[Mapping[Any, float]], Iterable[Any]] | None = None
+    # "module:function": (config, problem) compiles to disk what `run` would, without running it
+    compile: str = ""
     yields: Callable[[Problem], str | None] = _nothing  # why "auto" leaves it to a later kernel
     bind: str = ""  # "module:function": config -> `run` for calls alike in all but addresses
 
@@ -56,6 +58,11 @@ class Kernel:
 
     def function(self) -> Callable[..., None]:
         return _load(self.run)
+
+    def compiles(self, config: Any, problem: Problem) -> None:
+        """Compile to disk what `run` would, where the kernel can without running."""
+        if self.compile:
+            _load(self.compile)(config, problem)
 
     def bound(self, config: Any) -> Callable[..., None]:
         """`run` with its configuration, prepared where the kernel can."""

@@ -1,4 +1,4 @@
-"""Processes that run configurations once, so that their kernels are compiled and cached on disk.
+"""Processes that compile configurations' kernels to disk, most by running each once.
 
 A configuration that crashes or hangs takes its process with it, and nothing else: it is reported as
 failed and another process takes over.
@@ -17,6 +17,9 @@ from typing import Any
 
 import torch
 
+from ..catalogue import operator_named
+from ..dispatch import Kernel
+from ..problem import Problem
 from . import adapter
 from .case import Case, Missing, Options, backends_of
 from .kept import forget
@@ -33,6 +36,12 @@ class Task:
     options: Options
     backend: str
     config: Any
+    problem: Problem | None = None  # where the kernel compiles without running
+
+
+def _kernel_of(task: Task) -> Kernel:
+    kernels = operator_named(task.operator).kernels
+    return next(k for k in kernels if k.backend == task.backend)
 
 
 @dataclass(frozen=True)
@@ -65,8 +74,7 @@ def run_all(task: Everything) -> None:
 
 def run_once(task: Task, case: Case) -> None:
     """Compile and run a configuration, to the end."""
-    operator, _ = case.problem()
-    kernel = next(k for k in operator.kernels if k.backend == task.backend)
+    kernel = _kernel_of(task)
     assert case.run is not None, f"{task.operator} cannot force a configuration"
     case.run(kernel.function(), task.config)
     if case.options.device.type == "cuda":
@@ -85,6 +93,10 @@ def _serve(pipe: Connection) -> None:
         try:
             if isinstance(task, Everything):
                 run_all(task)
+                pipe.send(None)
+                continue
+            if task.problem is not None:
+                _kernel_of(task).compiles(task.config, task.problem)
                 pipe.send(None)
                 continue
             where = (task.sizes, task.options)

@@ -12,7 +12,7 @@ import contextlib
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +66,7 @@ class Work:
     chosen: Any  # what a call would use now
     signature: tuple[Any, ...]  # of the strides, as far as compilers specialize on them
     settings: dict[str, Any]  # what a row of the table says of the options
+    problem: Problem
 
     @property
     def key(self) -> dict[str, Any]:
@@ -138,7 +139,8 @@ def _work(tuner: Tuner, plan: Plan) -> list[Work]:
         configs = sorted(kernel.configs(problem), key=lambda config: _scatter(repr(config)))
         some = dict.fromkeys((chosen, *(configs[: tuner.limit] if tuner.limit else configs)))
         settings = tuner.adapter.tuned_as(plan.options)
-        found.append(Work(plan, kernel, tuple(some), chosen, _signature(problem), settings))
+        signature = _signature(problem)
+        found.append(Work(plan, kernel, tuple(some), chosen, signature, settings, problem))
     return found
 
 
@@ -161,7 +163,10 @@ def _compile(tuner: Tuner, work: Iterable[Work]) -> set[tuple[Any, ...]]:
         options = item.plan.options
         for config in item.configs:
             sizes = tuple(item.plan.sizes.items())
-            task = Task(tuner.adapter.operator, sizes, options, item.kernel.backend, config)
+            kernel = item.kernel
+            task = Task(tuner.adapter.operator, sizes, options, kernel.backend, config)
+            if kernel.compile:
+                task = replace(task, problem=item.problem)
             firsts.setdefault(_compiled_key(item, config), task)
     if tuner.jobs == 0 or not firsts:
         return set()

@@ -22,6 +22,7 @@ KERNELS = (
         "cuda",
         run="ops.moe_ffn.sm90:run",
         bind="ops.moe_ffn.sm90:bind",
+        compile="ops.moe_ffn.sm90:compile_products",
         needs=frozenset({"wgmma"}),
         why_not=sm90_configs.why_not,
         config=sm90_configs.config,

@@ -17,12 +17,12 @@ from typing import Any
 
 import torch
 
-from ...cuda import tensor_map
+from ...cuda import jit, tensor_map
 from ...cuda.fp8.gemm import Prepared
 from ...cuda.launch import Launch, kernel_function, resident_clusters
 from ...dispatch import remember
 from ...formats.int8_group import group_count
-from ...problem import TensorSpec
+from ...problem import Problem, TensorSpec
 from .sm90_configs import (
     Config,
     Tile,
@@ -35,11 +35,13 @@ from .sm90_configs import (
     shared_bytes,
     why_not,
 )
+from .triton_configs import sizes
 
 __all__ = [
     "Config",
     "Tile",
     "bind",
+    "compile_products",
     "config",
     "configs",
     "heuristic",
@@ -138,6 +140,13 @@ def kernel_name(tile: Tile, gated: bool, group_size: int) -> tuple[str, str]:
     t, name = tile, "moe_gate_up" if gated else "moe_down"
     sizes = f"{t.routes}, {t.warpgroups}, {t.waves}, {t.stages}, {t.ctas}"
     return _PRODUCTS, f"{name}<{group_size}, {sizes}>"
+
+
+def compile_products(config: Config, problem: Problem) -> None:
+    """Bring both products' machine code to disk, with no GPU at work."""
+    group_size = sizes(problem).group
+    for tile, gated in ((config.gate_up, True), (config.down, False)):
+        jit.cubin(*kernel_name(tile, gated, group_size), "sm_90a")
 
 
 def plan_name(dtype: torch.dtype, cluster: int) -> tuple[str, str]:
