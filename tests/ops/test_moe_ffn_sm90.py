@@ -133,11 +133,11 @@ def test_rows_that_cannot_be_copied(name):
 def test_parameters_lie_as_the_kernels_read_them(tmp_path):
     folder = jit._PACKAGE / "ops/moe_ffn"
     text = []
-    for file, structures in (
-        ("sm90.cu", {"Problem": sm90._Problem}),
-        ("sm90_route.cu", {"Routes": sm90._Routes, "Sum": sm90._Sum}),
+    for file, named, structures in (
+        ("sm90.cu", "sm90_layout.cuh", {"Problem": sm90._Problem}),
+        ("sm90_route.cu", "sm90_route.cu", {"Routes": sm90._Routes, "Sum": sm90._Sum}),
     ):
-        source = (folder / file).read_text()
+        source = (folder / named).read_text()
         facts = [f'#include "{folder / file}"']
         for name, mirror in structures.items():
             assert fields_of(name, source) == sizes_of(mirror)
