@@ -78,12 +78,16 @@ def test_chosen_configurations_are_legal():
 
 
 def test_the_choice_follows_the_routes():
-    def tile(tokens, layer, group_size=128):
-        return sm90_configs.heuristic(problem_of(tokens, *layer, group_size)).gate_up
+    def chosen(tokens, layer, group_size=128):
+        return sm90_configs.heuristic(problem_of(tokens, *layer, group_size))
 
-    assert tile(1, QWEN).rows == 64, "one token's experts leave few tiles"
-    assert tile(64, QWEN).rows == 256 and tile(64, QWEN).routes <= 32
-    assert tile(8192, QWEN) == tile(8192, MIXTRAL) and tile(8192, QWEN).routes == 128
+    assert chosen(1, QWEN).gate_up.rows == 128, "one token's experts leave few tiles"
+    assert chosen(64, QWEN).gate_up.rows == 256 and chosen(64, QWEN).gate_up.routes <= 32
+    assert chosen(64, MIXTRAL).gate_up.waves == 2 and chosen(64, MIXTRAL).down.routes == 32
+    # as many rows as a tile of 64 has, if the routes fell evenly: not the narrowest tile there is
+    assert chosen(128, MIXTRAL).down.routes == chosen(128, MIXTRAL).gate_up.routes == 64
+    assert chosen(8192, QWEN).down == chosen(8192, MIXTRAL).down
+    assert chosen(8192, MIXTRAL).gate_up.routes == 128
 
 
 def test_the_best_tiles_of_both_products_are_paired():
@@ -212,14 +216,14 @@ def test_what_the_launches_are_given(interleaved, monkeypatch):
     assert plan.grid == (8, 1, 1) and plan.cluster == 8 and "<long long, 8>" in plan.function[1]
 
 
-def test_auto_leaves_it_to_triton():
-    """Until the native kernels were timed; a device that has them says why it passes over them."""
+def test_auto_takes_it_where_it_can_run():
     given = operands("meta", (64, 768, 2048), 128, 128, 8, torch.int64)
     told = farro.explain(farro.moe_ffn, **given, group_size=128, arch="sm_90")
-    assert told.chosen == "moe_ffn.triton"
-    assert "not timed" in next(r.passed for r in told.rows if r.backend == "cuda")
-    told = farro.explain(farro.moe_ffn, **given, group_size=128, arch="sm_90", backend="cuda")
     assert told.chosen == "moe_ffn.cuda_sm90"
+    given["w_down"] = given["w_down"].transpose(1, 2).contiguous().transpose(1, 2)
+    given["x_int8"] = torch.empty(64, 4096, dtype=torch.int8, device="meta")[:, ::2]
+    told = farro.explain(farro.moe_ffn, **given, group_size=128, arch="sm_90")
+    assert told.chosen == "moe_ffn.triton"
 
 
 FAR = (20.0, 80.0, 84.0, 87.0, 87.5, 88.0, 88.5, 89.0, 90.0, 91.0)

@@ -12,6 +12,8 @@ from farro import tuning
 from farro.arch import arch_named
 from farro.cuda.fp8 import configs as fp8
 from farro.ops.int8_gemm import KERNELS, sm90, triton, triton_configs
+from farro.ops.moe_ffn import sm90_configs as moe_configs
+from farro.ops.moe_ffn.warm import operands
 from farro.problem import Problem, TensorSpec
 
 GROUP_SIZES = (32, 64, 128, 256)
@@ -101,3 +103,18 @@ def test_it_serves_problems_between_its_rows(path, group_size):
                 assert config.as_dict() in listed, (m, n, k)
             assert triton.refuses(triton.config(problem), problem) is None
             assert sm90.yields(problem) in (None, "triton is faster here by the tuned table")
+
+
+def test_every_row_of_moe_ffn_serves_its_problem():
+    """Each is legal, and what a call of its sizes takes."""
+    arch = dataclasses.replace(arch_named("sm_90"), device="nvidia_h200")
+    rows = tuning.table("moe_ffn", "nvidia_h200")
+    for row in rows:
+        assert row["backend"] == "cuda" and row["us"] > 0, row
+        g, shape = row["group_size"], (row["m"], row["n"], row["k"])
+        given = operands("meta", shape, row["e"], g, row["topk"], torch.int64)
+        params = {"group_size": g, "interleaved": False, "output_dtype": torch.bfloat16}
+        problem = Problem.of("moe_ffn", given, params, arch)
+        assert moe_configs.config(problem) == moe_configs.Config.from_dict(row["config"]), row
+        assert moe_configs.refuses(moe_configs.config(problem), problem) is None, row
+    assert {row["group_size"] for row in rows} == {128, 256}

@@ -27,7 +27,6 @@ KERNELS = (
         why_not=sm90_configs.why_not,
         config=sm90_configs.config,
         must_run=sm90_configs.must_run,
-        yields=sm90_configs.yields,
         configs=sm90_configs.configs,
         further=best_pairs,
     ),

@@ -176,11 +176,6 @@ def why_not(problem: Problem) -> str | None:
     return None
 
 
-def yields(problem: Problem) -> str | None:
-    """ "auto" leaves every problem to Triton, which was measured, until this was too."""
-    return "not timed against Triton yet; backend='cuda' runs it"
-
-
 def must_run(problem: Problem) -> bool:
     """Any routes, group, layout and scales, where rows begin at multiples of 16 bytes."""
     s = sizes(problem)
@@ -198,31 +193,37 @@ def must_run(problem: Problem) -> bool:
 
 
 def heuristic(problem: Problem) -> Config:
-    """The narrowest tile that holds what most experts have; few weight rows where tiles are few."""
+    """A tile that holds what most experts have; few weight rows where tiles would be few."""
     s = sizes(problem)
     return Config(_usual(s, problem, True), _usual(s, problem, False))
 
 
+# (routes, warpgroups, waves, CTAs a multiprocessor), as they were fastest on an H200 up to so many
+# rows of an expert
+_USUAL = {
+    True: ((6, (16, 4, 1, 1)), (12, (32, 4, 1, 1)), (512, (64, 2, 2, 1))),
+    False: ((6, (16, 2, 1, 2)), (20, (32, 2, 1, 2)), (64, (64, 2, 2, 1))),
+}
+_MOST = (128, 2, 2, 1)
+_LONE = (8, 2, 1, 1)  # its ring is the deepest: a multiprocessor has one tile or two
+# Where groups of 32, or the tables of many experts, leave no room
+_SMALLER = ((64, 2, 2, 1), (32, 2, 1, 2), (32, 2, 1, 1), (16, 2, 1, 1), (8, 2, 1, 1), (8, 1, 1, 1))
+
+
 def _usual(s: Sizes, problem: Problem, gated: bool) -> Tile:
     active = max(1, min(s.tokens * s.topk, s.experts))
-    rows = 2 * s.i if gated else s.h
-    if s.rows > 48:
-        many = deepest(Tile(128, 2, 2, 2), gated, s.group, s.experts)
-        many = many or deepest(Tile(64, 2, 2, 2), gated, s.group, s.experts)
-        if many is not None:
-            return many
-    width = 16 if s.rows <= 4 else 32 if s.rows <= 16 else 64
-    count = problem.arch.multiprocessors
-    for warpgroups, ctas in ((4, 1), (2, 2), (1, 1), (1, 2), (1, 4)):
-        tiles = active * -(-rows // (64 * warpgroups))
-        tile = deepest(Tile(width, warpgroups, 1, 2, ctas), gated, s.group, s.experts)
-        # where tiles are few, one to a multiprocessor with a deep ring: all are resident at once
-        enough = tiles >= 2 * count if warpgroups > 1 else tiles <= ctas * count or ctas == 4
-        if tile is not None and enough:
-            return tile
-    found = deepest(Tile(8, 1, 1, 2), gated, s.group, s.experts)
-    assert found is not None, f"no room for the tables of {s.experts} experts"
-    return found
+    kind = next((kind for most, kind in _USUAL[gated] if s.rows <= most), _MOST)
+    tiles = active * (-(-s.i // 128) if gated else -(-s.h // 128))
+    few = (3 * problem.arch.multiprocessors) // (2 if gated else 4)
+    if kind == _USUAL[gated][0][1] and tiles < few:
+        kind = _LONE
+    for routes, warpgroups, waves, ctas in (kind, *_SMALLER):
+        if routes <= kind[0]:
+            tile = Tile(routes, warpgroups, waves, 2, ctas)
+            found = deepest(tile, gated, s.group, s.experts)
+            if found is not None:
+                return found
+    raise AssertionError(f"no room for the tables of {s.experts} experts")
 
 
 def config(problem: Problem) -> Config:
