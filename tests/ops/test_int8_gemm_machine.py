@@ -8,6 +8,7 @@ import platform
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -132,6 +133,14 @@ def test_peak_memory_beyond_the_output(weight):
     assert second <= 16, f"{second:.1f} MiB"
 
 
+def has_vnni() -> bool:
+    """Whether this processor has the instructions for which torch takes oneDNN's INT8 product."""
+    try:
+        return "avx512_vnni" in Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return False
+
+
 MACHINES = {
     "no FMA instruction": ({"ATEN_CPU_CAPABILITY": "default"}, {"addcmul_fused"}),
     "no VNNI": ({"ONEDNN_MAX_CPU_ISA": "AVX2"}, {"int8_product_exact"}),
@@ -156,6 +165,8 @@ def test_older_processors(variables, lost):
     )
     assert run.returncode == 0, run.stdout + run.stderr
     found = json.loads(run.stdout)
+    if not has_vnni():  # torch's own product, exact whatever oneDNN may use
+        lost = lost - {"int8_product_exact"}
     assert not any(found["cpu"][probe] for probe in lost), found["cpu"]
     kernels = {kernel["kernel"]: kernel for kernel in found["kernels"]}
     assert {"int8_gemm.cpu", "int8_quantize.cpu"} <= set(kernels)
@@ -175,7 +186,9 @@ def test_without_the_probes_older_processors_would_give_other_bits():
         "from farro.cli import main\n"
         "main()\n"
     )
-    for variables, _ in list(MACHINES.values())[:2]:
+    for variables, lost in list(MACHINES.values())[:2]:
+        if lost == {"int8_product_exact"} and not has_vnni():
+            continue
         run = subprocess.run(
             [sys.executable, "-c", script],
             env={**os.environ, **variables},
