@@ -54,8 +54,10 @@ NATIVE = (
     Config("small", 8, 64, 6, 1, ahead=True),
     Config("small", 32, 64, 5, 2, ahead=True),
     Config("small", 16, 64, 3, 1),
-    Config("small", 64, 64, 4, 2),
+    Config("small", 64, 64, 4, 2, resident=3),
+    Config("small", 32, 64, 5, 2, early=True),
     Config("small", 32, 64, 4, 2, cluster=2),
+    Config("small", 32, 64, 4, 2, row_cluster=2),
     Config("small", 8, 64, 6, 1, ahead=True, cluster=2),
 )
 FP8 = (  # with their sums: promoted, fast or scaled

@@ -125,7 +125,7 @@ def test_headers_of_the_working_directory_are_not_ours(source, tmp_path, monkeyp
         (elsewhere / name).write_text("#error not this one\n")
     monkeypatch.chdir(elsewhere)
     cubin(source)
-    name = "int8_gemm_small<BFloat16, 256, 8, 1, 4, false, 1>"
+    name = "int8_gemm_small<BFloat16, 256, 8, 1, 4, 0, 1, 1, 1, 1>"
     assert jit.cubin("ops/int8_gemm/sm90_small.cu", name, "sm_90a")[0]
 
 

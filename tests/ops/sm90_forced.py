@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import os
@@ -22,21 +23,35 @@ GROUP_SIZES = (32, 64, 128, 256)
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 LARGE, NARROW = Config("large", 256, 128, 4, raster=4), Config("large", 128, 112, 6, raster=4)
-SMALL, PAIRED = Config("small", 16, 64, 8, 1, ahead=True), Config("small", 32, 64, 4, 2)
+SMALL, PAIRED = Config("small", 16, 64, 8, 1, ahead=True), Config("small", 32, 64, 4, 2, early=True)
 SOME = (LARGE, NARROW, SMALL, PAIRED)  # legal at every group size; compiled for every output type
 
 
 def shapes(policy, group_size):
-    """One legal configuration of each tile, number of warpgroups, way to promote and cluster."""
-    found = {}
-    tiles = (sm90._ROWS[policy], sm90._COLUMNS[policy], (1, 2), (False, True), (1, 2))
-    for tile in itertools.product(*tiles):
-        rows, columns, consumers, ahead, cluster = tile
-        for stages in (6, 4, 3):
-            config = Config(policy, rows, columns, stages, consumers, ahead, 4, cluster)
-            if sm90.is_legal(config, group_size):
-                found.setdefault(tile, config)
-    return list(found.values())
+    """One legal configuration of each tile, number of warpgroups and way to promote.
+
+    The few-rows kernel's clusters and CTAs beside each other come in turn.
+    """
+    if policy == "large":
+        tiles = itertools.product(sm90._ROWS[policy], sm90._COLUMNS[policy])
+        return [_legal(Config(policy, *tile, 6, raster=4), group_size) for tile in tiles]
+    spreads = ({}, {"cluster": 2}, {"row_cluster": 2}, {"resident": 2}, {"resident": 3})
+    found = []
+    forms = itertools.product(sm90._ROWS[policy], (1, 2, 4), sm90._orders(group_size))
+    for i, (rows, consumers, order) in enumerate(forms):
+        plain = Config(policy, rows, 64, 6, consumers, raster=4, **order)
+        for more in (spreads[i % len(spreads)], {}):
+            config = _legal(dataclasses.replace(plain, **more), group_size)
+            if config is not None:
+                found.append(config)
+                break
+    return found
+
+
+def _legal(config, group_size):
+    """With a ring that fits, or None."""
+    rings = (dataclasses.replace(config, stages=stages) for stages in (6, 4, 3))
+    return next((c for c in rings if sm90.is_legal(c, group_size)), None)
 
 
 # jit.py alone, without torch, so that a process starts at once

@@ -71,7 +71,8 @@ def test_every_choice_is_legal(m, n, k, group_size, device):
     x, y, z = sm90_launch._grid(chosen, m, n, 132)
     assert 1 <= x < 2**31 and 1 <= y <= 65535 and z == 1
     if chosen.policy == "small":
-        assert x % chosen.cluster == 0 and x // chosen.cluster * chosen.columns >= n
+        assert x % (chosen.cluster * chosen.row_cluster) == 0
+        assert x // chosen.cluster * chosen.columns >= n
         assert y * chosen.cluster * chosen.rows >= m
     assert chosen.warps * 32 <= 1024
 
@@ -94,15 +95,20 @@ def test_what_the_tuner_times(m, n, k, group_size):
 @given(
     m=st.integers(1, 4000),
     tokens=st.sampled_from(sm90._ROWS["small"]),
-    cluster=st.sampled_from((1, 2)),
+    spread=st.sampled_from(({}, {"cluster": 2}, {"row_cluster": 2})),
 )
-def test_tiles_share_the_rows_evenly(m, tokens, cluster):
-    config = Config("small", tokens, 64, 3, cluster=cluster)
-    rows = sm90_launch.tile_rows(config, m)
-    tiles = sm90_launch._grid(config, m, 64, 132)[1] * cluster
-    assert rows % 8 == 0 and 8 <= rows <= tokens
-    assert tiles * rows >= m > (rows - 8) * tiles
-    assert sm90_launch.tile_rows(Config("large", 256, 128, 4), m) == 256
+def test_tiles_share_the_rows_evenly(m, tokens, spread):
+    config = Config("small", max(tokens, 16), 64, 3, **spread)
+    rows, step = sm90_launch.tile_rows(config, m), 8 * config.row_cluster
+    tiles = sm90_launch._grid(config, m, 64, 132)[1] * config.cluster
+    assert rows % step == 0 and step <= rows <= config.rows
+    assert tiles * rows >= m > (rows - step) * tiles
+    for height in sm90._ROWS["large"]:
+        config = Config("large", height, 128, 4)
+        rows = sm90_launch.tile_rows(config, m)
+        tiles = -(-m // height)
+        assert rows % 8 == 0 and tiles * rows >= m > (rows - 8) * tiles
+        assert (tiles - 1) * rows < m and rows <= height  # no tile is empty
 
 
 def test_rows_that_do_not_fit_the_grid():
@@ -127,48 +133,70 @@ def test_illegal_configurations():
         *((small, c) for c in ({"rows": 24}, {"columns": 128}, {"stages": 4}, {"consumers": 3})),
         *((small, c) for c in ({"rows": 8}, {"consumers": 0}, {"stages": 99}, {"rows": 256})),
         *((small, c) for c in ({"cluster": 0}, {"cluster": 3}, {"cluster": 4}, {"cluster": True})),
-        (large, {"cluster": 2}),
+        *((large, c) for c in ({"cluster": 2}, {"early": True}, {"chunk": 2}, {"resident": 2})),
+        *((small, c) for c in ({"early": True}, {"chunk": 2}, {"row_cluster": 3}, {"resident": 4})),
+        *((small, c) for c in ({"cluster": 2, "row_cluster": 2}, {"resident": 0}, {"chunk": 0})),
+        *((small, c) for c in ({"early": 1}, {"chunk": True}, {"row_cluster": True})),
+        (dataclasses.replace(small, ahead=False, rows=8, consumers=1), {"row_cluster": 2}),
         *((small, c) for c in ({"ahead": 1}, {"ahead": None}, {"ahead": "true"})),
     ):
         assert not sm90.is_legal(dataclasses.replace(base, **change), 256), change
 
 
 def test_which_few_rows_are_legal():
-    """The ring holds the units in use and another stage; the sums of a unit stay in registers."""
+    """The ring holds the units in use and another stage; sums and scales stay in registers."""
 
-    def legal(tokens, consumers, ahead, stages, group_size):
-        return sm90.is_legal(Config("small", tokens, 64, stages, consumers, ahead), group_size)
+    def legal(tokens, consumers, stages, group_size, **more):
+        return sm90.is_legal(Config("small", tokens, 64, stages, consumers, **more), group_size)
 
-    for ahead, group_size, least in (
-        *((False, g, 2) for g in (32, 64, 128)),
-        *((True, g, 3) for g in (32, 64, 128)),
-        *((False, 256, 3), (True, 256, 5)),
+    for order, group_size, least in (
+        *(({}, g, 2) for g in (32, 64, 128)),
+        *(({"ahead": True}, g, 3) for g in (32, 64, 128)),
+        *(({"early": True}, g, 3) for g in (32, 64, 128)),
+        *(({}, 256, 3), ({"ahead": True}, 256, 5), ({"early": True}, 256, 5)),
     ):
-        assert legal(16, 1, ahead, least, group_size)
-        assert not legal(16, 1, ahead, least - 1, group_size), (ahead, group_size)
-    assert not legal(8, 2, False, 8, 256)  # four tokens are half a swizzle atom
-    found = {
-        (tokens, consumers, ahead, group_size)
-        for group_size in GROUP_SIZES
-        for tokens in sm90._ROWS["small"]
-        for consumers in (1, 2)
-        for ahead in (False, True)
-        if legal(tokens, consumers, ahead, 6, group_size)
+        assert legal(16, 1, least, group_size, **order)
+        assert not legal(16, 1, least - 1, group_size, **order), (order, group_size)
+    assert not legal(8, 2, 8, 256)  # four tokens are half a swizzle atom
+    for group_size, most in ((256, 1), (128, 1), (64, 2), (32, 4)):  # groups of a stage
+        allowed = [c for c in range(1, 9) if legal(8, 1, 6, group_size, chunk=c)]
+        assert allowed == [c for c in (1, 2, 4) if c <= most]
+    # three CTAs share 64 Ki registers and 228 KiB
+    assert legal(64, 1, 4, 256, resident=3) and not legal(64, 1, 5, 256, resident=3)
+    assert not legal(128, 1, 3, 256, resident=3) and not legal(
+        64, 1, 4, 128, ahead=True, resident=3
+    )
+
+
+def test_the_widest_legal_tiles():
+    """By hand: sums and scales of a thread against the registers that its warps leave."""
+    widest = {
+        (group_size, consumers, way): max(
+            tokens
+            for tokens in sm90._ROWS["small"]
+            if sm90.is_legal(Config("small", tokens, 64, 6, consumers, **order), group_size)
+        )
+        for group_size in (32, 256)
+        for consumers in (1, 2, 4)
+        for way, order in (("after", {}), ("ahead", {"ahead": True}), ("early", {"early": True}))
     }
-    # tokens, by hand: 32-bit sums and scales a thread up to 176 of one warpgroup, 128 of two
-    most = {
-        (1, False): {32: 64, 64: 64, 128: 128, 256: 128},
-        (1, True): {32: 64, 64: 64, 128: 64, 256: 64},
-        (2, False): {32: 64, 64: 128, 128: 128, 256: 128},
-        (2, True): {32: 128, 64: 128, 128: 128, 256: 128},
+    assert widest == {
+        **{(32, 1, "after"): 128, (32, 1, "ahead"): 64, (32, 1, "early"): 64},
+        **{(32, 2, "after"): 128, (32, 2, "ahead"): 128, (32, 2, "early"): 128},
+        **{(32, 4, way): 128 for way in ("after", "ahead", "early")},
+        **{(256, 1, "after"): 128, (256, 1, "ahead"): 64, (256, 1, "early"): 64},
+        **{(256, c, way): 128 for c in (2, 4) for way in ("after", "ahead", "early")},
     }
-    assert found == {
-        (tokens, consumers, ahead, group_size)
-        for (consumers, ahead), limits in most.items()
-        for group_size, limit in limits.items()
-        for tokens in (8, 16, 32, 64, 128)
-        if 8 * consumers <= tokens <= limit
-    }
+
+
+def test_rows_of_older_tables_are_read(table):
+    """Before orders and chunks a row had fewer fields; all of them have defaults now."""
+    old = {"policy": "small", "rows": 32, "columns": 64, "stages": 12, "consumers": 1}
+    old |= {"ahead": True, "raster": 8, "cluster": 2}
+    table({"backend": "cuda", "m": 64, "config": old})
+    assert sm90.config(problem_of(64, 4096, 4096, device="some_gpu")) == Config(
+        "small", 32, 64, 12, 1, ahead=True, cluster=2
+    )
 
 
 # --- what it runs --------------------------------------------------------------------------------

@@ -119,7 +119,7 @@ def test_parameters_and_maps(driver):
     for config in (LARGE, SMALL):
         launch, a, b = prepared(config, m, n, k, 256, scale_a, scale_b, out, bias)
         *maps, p = launch.parameters
-        activations = (a.data_ptr(), m, k, 1008, config.rows, 128)
+        activations = (a.data_ptr(), m, k, 1008, sm90_launch.tile_rows(config, m), 128)
         weights = (b.data_ptr(), n, k, 1008, config.columns, 128)
         expected = [activations, weights] if config is LARGE else [weights, activations]
         assert maps == expected

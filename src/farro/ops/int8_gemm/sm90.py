@@ -5,6 +5,7 @@ The kernels are sm90_large.cu (many rows) and sm90_small.cu (few); docs/int8-sm9
 
 from __future__ import annotations
 
+import functools
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -23,8 +24,9 @@ _SCALE_STAGES = 3  # of the large kernel
 _SCALE_GROUPS = 4  # of one of them
 _ROWS = {"large": (256, 128), "small": (8, 16, 32, 64, 128)}
 _COLUMNS = {"large": (128, 112, 96), "small": (64,)}
-_STAGES = {"large": (3, 4, 5, 6, 7), "small": (3, 4, 6, 8, 12, 16)}
-_SUMS = {1: 176, 2: 128}  # by warpgroups of the small kernel: sums that a thread can hold
+_STAGES = {"large": (3, 4, 5, 6, 7), "small": (3, 4, 5, 6, 8, 10, 12, 16)}
+# Sums and scales that a thread of the small kernel can hold, by the registers it may have
+_HELD = {255: 215, 168: 130, 96: 82, 64: 58, 56: 44}
 
 
 @dataclass(frozen=True)
@@ -36,9 +38,13 @@ class Config:
     columns: int
     stages: int
     consumers: int = 2  # warpgroups that multiply
-    ahead: bool = False  # small: a unit of K multiplies while the one before is promoted
+    ahead: bool = False  # small: a chunk multiplies while the one before is promoted
     raster: int = 8  # large: row tiles visited together
     cluster: int = 1  # small: CTAs with the same weights and other tokens, which share their loads
+    early: bool = False  # small: sums become floats, and the next chunk multiplies into the same
+    chunk: int = 1  # small: groups of K that are multiplied together, of those below 128
+    row_cluster: int = 1  # small: CTAs with the same tokens and other weights
+    resident: int = 1  # small: CTAs of a multiprocessor that registers leave room for
 
     @property
     def tile(self) -> tuple[int, int]:
@@ -120,39 +126,72 @@ def must_run(problem: Problem) -> bool:
 
 def configs(problem: Problem) -> list[Config]:
     """Every legal configuration, for tests that force one."""
-    large = [
+    m = problem.spec("a").shape[0]
+    return [c for c in _every(group_of(problem)) if c.policy == "large" or _fits_grid(c, m)]
+
+
+_SPREADS: tuple[dict[str, Any], ...] = (
+    *({}, {"resident": 2}, {"resident": 3}),
+    *({"cluster": 2}, {"cluster": 2, "resident": 2}),
+    *({"row_cluster": 2}, {"row_cluster": 2, "resident": 2}),
+)
+
+
+@functools.lru_cache(maxsize=8)
+def _every(group_size: int) -> tuple[Config, ...]:
+    """The legal configurations for a single row."""
+    large = (
         Config("large", rows, columns, stages, raster=raster)
         for rows in _ROWS["large"]
         for columns in _COLUMNS["large"]
         for stages in _STAGES["large"]
         for raster in (4, 8, 16)
-    ]
-    small = [
-        Config("small", tokens, 64, stages, consumers, ahead, cluster=cluster)
+    )
+    small = (
+        Config("small", tokens, 64, stages, consumers, **order, **more)
         for tokens in _ROWS["small"]
         for stages in _STAGES["small"]
-        for consumers in (1, 2)
-        for ahead in (False, True)
-        for cluster in (1, 2)
-    ]
-    m = problem.spec("a").shape[0]
-    return [c for c in (*large, *small) if is_legal(c, group_of(problem), m)]
+        for consumers in (1, 2, 4)
+        for order in _orders(group_size)
+        for more in _SPREADS
+    )
+    return tuple(c for c in (*large, *small) if is_legal(c, group_size))
+
+
+def _fits_grid(config: Config, m: int) -> bool:
+    return m <= _LARGEST_GRID_Y * config.rows
+
+
+def _orders(group_size: int) -> list[dict[str, Any]]:
+    """Ways of the small kernel to promote sums."""
+    chunks = [c for c in (1, 2, 4) if c * group_size <= max(DEPTH, group_size)]
+    ways: tuple[dict[str, Any], ...] = ({}, {"ahead": True}, {"early": True})
+    return [way | {"chunk": chunk} for chunk in chunks for way in ways]
 
 
 def candidates(problem: Problem) -> list[Config]:
     """The legal configurations worth timing: some dozens, by the number of rows."""
-    m = problem.spec("a").shape[0]
+    m, n, group_size = problem.spec("a").shape[0], problem.spec("b").shape[1], group_of(problem)
+
+    def deepest(c: Config) -> bool:  # the ring; fewer stages hardly ever won
+        more = (s for s in _STAGES[c.policy] if s > c.stages)
+        return not any(is_legal(replace(c, stages=s), group_size, m) for s in more)
 
     def plausible(c: Config) -> bool:
-        if c.policy == "large":  # the deepest ring that fits; fewer stages never won
-            deepest = not is_legal(replace(c, stages=c.stages + 1), group_of(problem))
-            return m > 64 and deepest and (m > 512 or c.raster == 8)
+        if c.policy == "large":
+            return m > 64 and deepest(c) and (m > 512 or c.raster == 8)
+        tiles = -(-m // c.rows)
         fits = m > c.rows // 2 or c.rows == min(_ROWS["small"])
-        if c.cluster > 1:  # two tiles hold all tokens; rings of others are seen without a cluster
-            fits = c.rows < m <= 2 * c.rows and c.stages in (6, 8, 12)
-        if c.ahead:  # what holds more stages is for deep rings
-            fits = fits and c.stages > 3
-        return m <= 512 and fits and c.rows * 4 >= min(m, 128)
+        if m > 256 or not fits or tiles > 2 or (c.cluster > 1 and tiles < 2):
+            return False
+        if c.row_cluster > 1 and m <= 64:  # few tokens are cheap to read twice
+            return False
+        if c.rows // c.consumers > 64 or (c.consumers > 1 and c.rows // c.consumers < 16):
+            return False
+        if c.chunk < max(DEPTH // group_size, 1) // 2 and not c.early and c.resident < 3:
+            return False  # a wait for each product
+        rounds = -(-_tiles(m, n, c.rows, 64) // _SMS)
+        return c.resident == min(rounds, 3 if c.cluster * c.row_cluster == 1 else 2) and deepest(c)
 
     return [c for c in configs(problem) if plausible(c)]
 
@@ -166,34 +205,53 @@ def group_of(problem: Problem) -> int:
 def is_legal(config: Config, group_size: int, m: int = 1) -> bool:
     """Whether the kernels have this configuration and M rows fit its grid."""
     c = config
-    sizes = (c.rows, c.columns, c.stages, c.consumers, c.raster, c.cluster)
-    if c.policy not in _ROWS or any(type(size) is not int or size < 1 for size in sizes):
+    sizes = (c.rows, c.columns, c.stages, c.consumers, c.raster)
+    more = (c.cluster, c.chunk, c.row_cluster, c.resident)
+    if c.policy not in _ROWS or any(type(x) is not int or x < 1 for x in (*sizes, *more)):
         return False
     if c.rows not in _ROWS[c.policy] or c.columns not in _COLUMNS[c.policy]:
         return False
-    if type(c.ahead) is not bool or c.raster > 64:
+    if type(c.ahead) is not bool or type(c.early) is not bool or c.raster > 64:
         return False
-    units = 2 if c.ahead else 1
+    units = 2 if c.ahead or c.early else 1
     blocks = max(group_size // DEPTH, 1)  # stages of a unit
     if c.stages <= units * blocks or (c.policy == "large" and c.stages < 2 * blocks):
         return False  # the ring must hold the units in use and let the next one come
     if shared_bytes(c, group_size) > SHARED_LIMIT:
         return False
     if c.policy == "large":
-        return c.consumers == 2 and not c.ahead and c.cluster == 1
+        return c.consumers == 2 and not c.ahead and not c.early and set(more) == {1}
     if (
-        c.consumers not in _SUMS
-        or c.cluster > 2
-        or c.rows % (8 * c.consumers)
-        or m > _LARGEST_GRID_Y * c.rows
+        c.consumers not in (1, 2, 4)
+        or (c.ahead and c.early)
+        or max(DEPTH // group_size, 1) % c.chunk
+        or c.cluster * c.row_cluster > 2
+        or c.rows % (8 * max(c.consumers, c.row_cluster))  # the swizzle's atoms have eight rows
+        or not _fits_grid(c, m)
     ):
-        return False  # the swizzle's atoms have eight rows
-    # registers a thread: the sums of the groups in flight, the totals, and ahead some scales
+        return False
+    if c.resident * (shared_bytes(c, group_size) + 1024) > _SHARED_OF_SM:
+        return False
+    return _held(c, group_size) <= _HELD.get(_register_limit(c), 0)
+
+
+def _held(c: Config, group_size: int) -> int:
+    """Registers of the small kernel's sums and scales."""
     tokens, groups = c.rows // c.consumers, max(DEPTH // group_size, 1)
-    sums = ((2 if c.ahead else groups) + 1) * tokens // 2
-    if c.ahead and groups > 1:
-        sums += 2 * tokens // 4
-    return sums <= _SUMS[c.consumers]
+    if c.resident > 2 or (c.chunk == groups and tokens > 32):  # `kRead` of the .cu file
+        read = c.chunk
+    elif c.chunk > 2 or tokens <= 32:
+        read = groups
+    else:
+        read = 2
+    sets = 2 if c.ahead or c.early else 1
+    return (sets * c.chunk + 1) * tokens // 2 + read * tokens // 4 + 2 * c.chunk
+
+
+def _register_limit(c: Config) -> int:
+    """What a thread may have, with `resident` CTAs: four schedulers share the warps evenly."""
+    warps = -(-c.warps * c.resident // 4) * 4
+    return min(255, 65536 // (32 * warps) // 8 * 8)
 
 
 def config(problem: Problem) -> Config:
@@ -212,8 +270,12 @@ def config(problem: Problem) -> Config:
             return None
         tile = Config(**values)
         while m <= tile.rows * tile.cluster // 2 and tile.rows > 8 * tile.consumers:
-            tile = replace(tile, rows=tile.rows // 2)  # rows outside seem to cost TMA time
-        rings = (replace(tile, stages=stages) for stages in reversed(_STAGES["small"]))
+            tile = replace(tile, rows=tile.rows // 2)  # less to multiply and to promote
+        rings = (
+            replace(tile, stages=stages, resident=resident)
+            for stages in reversed(_STAGES["small"])
+            for resident in (1, 2, 3)
+        )
         fit = (c for c in rings if is_legal(c, group_size, m))
         return next((c for c in fit if _in_one_round(c, group_size, m, n, count)), None)
 
@@ -239,9 +301,10 @@ def _in_one_round(config: Config, group_size: int, m: int, n: int, count: int) -
 
     The deepest ring is the fastest only where no CTA waits for another to end.
     """
-    sets = 2 if config.ahead else max(DEPTH // group_size, 1)
-    registers = 40 + (sets + 1) * config.rows // config.consumers // 2
-    by_registers = 65536 // (32 * config.warps * registers)
+    if config.policy != "small":
+        return False
+    registers = 48 + _held(config, group_size)
+    by_registers = max(config.resident, 65536 // (32 * config.warps * registers))
     by_memory = _SHARED_OF_SM // (shared_bytes(config, group_size) + 1024)
     return _tiles(m, n, config.rows, config.columns) <= count * min(by_memory, by_registers)
 
@@ -270,15 +333,18 @@ def _tiles(m: int, n: int, rows: int, columns: int) -> int:
 
 def _small(m: int, n: int, group_size: int) -> Config:
     """The narrowest tile for the tokens, its ring as deep as the CTAs of a multiprocessor allow."""
-    tokens = next((t for t in (8, 16, 32, 64) if m <= t), 64)
+    tokens = next((t for t in _ROWS["small"] if m <= t), 128)
     if tokens == 64 and (group_size < 256 and _tiles(m, n, 64, 64) < _ONE_WAVE):
         tokens = 32  # twice the CTAs: their second read of the weights comes from L2
-    resident = max(1, min(3, -(-_tiles(m, n, tokens, 64) // _SMS)))
-    room = _SHARED_OF_SM // resident - 1024  # the system takes 1 KiB for each CTA
+    tiles = -(-m // tokens)
+    cluster = 2 if tiles == 2 else 1
+    resident = max(1, min(2 if cluster > 1 else 3, -(-_tiles(m, n, tokens, 64) // _SMS)))
+    groups = max(DEPTH // group_size, 1)
     tries = [
-        Config("small", tokens, 64, stages, consumers, ahead)
-        for stages in (12, 8, 6, 4)
-        for consumers, ahead in ((1, resident == 1), (2, resident == 1), (1, False), (2, False))
+        Config("small", tokens, 64, stages, consumers, cluster=cluster, resident=fit, **order)
+        for fit in range(resident, 0, -1)
+        for stages in (12, 8, 6, 5, 4, 3)
+        for consumers in ((1, 2, 4) if tokens < 128 else (2, 4, 1))
+        for order in ({"early": True, "chunk": min(groups, 2)}, {"early": True}, {})
     ]
-    legal = [c for c in tries if is_legal(c, group_size)]
-    return next((c for c in legal if shared_bytes(c, group_size) <= room), legal[-1])
+    return next(c for c in tries if is_legal(c, group_size, m))

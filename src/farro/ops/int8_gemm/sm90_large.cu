@@ -24,7 +24,7 @@ struct Problem {
   int m, n, k;
   int bias_kind;
   int raster;          // row tiles that are visited together, for L2
-  int tile_tokens;     // the small kernel's
+  int tile_rows;       // rows of a tile that are loaded and stored, a multiple of 8 up to ROWS
   int vector;          // 16-byte stores are aligned
   int scale_a_vector;  // how many scales of a row may be read together: 4, 2 or 1
   int scale_b_vector;  // the same of a group's: 4 or 1
@@ -52,13 +52,13 @@ __device__ __forceinline__ void store_pair(const Problem& p, float x, float y, i
 
 // kScaleGroups groups of A's scales from g on, as [ROWS][groups]; zero outside.
 template <int ROWS>
-__device__ __forceinline__ void load_row_scales(const Problem& p, u32 to, int first, int g,
+__device__ __forceinline__ void load_row_scales(const Problem& p, u32 to, int first, int end, int g,
                                                 int groups, int lane) {
   const bool whole = g + kScaleGroups <= groups;
 #pragma unroll 2
   for (int i = lane; i < ROWS; i += 32) {
     const int row = first + i;
-    const bool inside = row < p.m;
+    const bool inside = row < end;
     const float* from = p.scale_a + g * p.scale_a_group + (inside ? row * p.scale_a_row : 0);
     const u32 at = to + 4 * kScaleGroups * i;
     if (p.scale_a_vector == 4 && whole) {
@@ -115,7 +115,7 @@ __device__ __forceinline__ void transpose_quad(u32 (&x)[4], int lane) {
 // One row of a wave: pieces of 8 columns, of which this lane holds two columns each.
 template <class Out, int COLUMNS>
 __device__ __forceinline__ void store_row(const Problem& p, const float (&total)[COLUMNS / 2],
-                                          int half, int row, int first_column, int lane) {
+                                          int half, int row, int end, int first_column, int lane) {
   constexpr int pieces = COLUMNS / 8;
   const int quad = lane & 3;
   if constexpr (sizeof(Out) == 2) {
@@ -128,10 +128,10 @@ __device__ __forceinline__ void store_row(const Problem& p, const float (&total)
         for (int i = 0; i < 4; ++i)
           x[i] = pack2(total[4 * (j + i) + half], total[4 * (j + i) + half + 1], Out{});
         transpose_quad(x, lane);
-        if (row < p.m)
+        if (row < end)
           *reinterpret_cast<uint4*>(of_row + (j + quad) * 8) = make_uint4(x[0], x[1], x[2], x[3]);
       }
-      if (row < p.m)
+      if (row < end)
 #pragma unroll
         for (int j = pieces / 4 * 4; j < pieces; ++j)
           *reinterpret_cast<u32*>(of_row + 8 * j + 2 * quad) =
@@ -139,7 +139,7 @@ __device__ __forceinline__ void store_row(const Problem& p, const float (&total)
       return;
     }
   }
-  if (row >= p.m) return;
+  if (row >= end) return;
 #pragma unroll
   for (int j = 0; j < pieces; ++j)
     store_pair<Out>(p, total[4 * j + half], total[4 * j + half + 1], row,
@@ -166,6 +166,8 @@ __global__ void __launch_bounds__(128 + 128 * kConsumers, 1)
   const u32 base = smem_address(shared);
   const int groups = (p.k + GROUP - 1) / GROUP;
   const int blocks = GROUP > kDepth ? groups * kBlocks : (p.k + kDepth - 1) / kDepth;
+  // Tiles share the rows evenly, for the copy engine takes its time for rows outside of a matrix as
+  // well; what is in shared memory behind them goes into sums that nobody stores
   const int row_tiles = (p.m + ROWS - 1) / ROWS, column_tiles = (p.n + COLUMNS - 1) / COLUMNS;
   const int tiles = row_tiles * column_tiles;
   // From one lane to all: the compiler then knows it for uniform, and descriptors with it
@@ -197,9 +199,9 @@ __global__ void __launch_bounds__(128 + 128 * kConsumers, 1)
         for (int block = 0; block < blocks; ++block) {
           mbarrier_wait(base + S::empty + 8 * ring.stage, ring.parity);
           const u32 full = base + S::full + 8 * ring.stage;
-          mbarrier_expect(full, S::a_bytes + S::b_bytes);
-          tma_load(base + S::a + ring.stage * S::a_bytes, &map_a, block * kDepth, row_tile * ROWS,
-                   full);
+          mbarrier_expect(full, p.tile_rows * kDepth + S::b_bytes);
+          tma_load(base + S::a + ring.stage * S::a_bytes, &map_a, block * kDepth,
+                   row_tile * p.tile_rows, full);
           tma_load(base + S::b + ring.stage * S::b_bytes, &map_b, block * kDepth,
                    column_tile * COLUMNS, full);
           ring.next();
@@ -210,10 +212,11 @@ __global__ void __launch_bounds__(128 + 128 * kConsumers, 1)
       for (int t = blockIdx.x; t < tiles; t += gridDim.x) {
         int row_tile, column_tile;
         tile_at(t, row_tiles, column_tiles, p.raster, row_tile, column_tile);
+        const int first_row = row_tile * p.tile_rows, end_row = min(first_row + p.tile_rows, p.m);
         for (int g = 0; g < groups; g += kScaleGroups) {
           mbarrier_wait(base + S::scale_empty + 8 * ring.stage, ring.parity);
           const u32 to = base + S::scales + ring.stage * S::scale_floats * 4;
-          load_row_scales<ROWS>(p, to, row_tile * ROWS, g, groups, lane);
+          load_row_scales<ROWS>(p, to, first_row, end_row, g, groups, lane);
           load_column_scales<COLUMNS>(p, to + 4 * kScaleGroups * ROWS, column_tile * COLUMNS, g,
                                       groups, lane);
           cp_async_arrive(base + S::scale_full + 8 * ring.stage);
@@ -310,7 +313,8 @@ __global__ void __launch_bounds__(128 + 128 * kConsumers, 1)
         }
       }
 
-      const int first_column = column_tile * COLUMNS;
+      const int first_column = column_tile * COLUMNS, first_row = row_tile * p.tile_rows;
+      const int end_row = min(first_row + p.tile_rows, p.m);
       const BiasKind kind = static_cast<BiasKind>(p.bias_kind);
       if (kind != BiasKind::none) {
 #pragma unroll
@@ -328,9 +332,9 @@ __global__ void __launch_bounds__(128 + 128 * kConsumers, 1)
       }
 #pragma unroll
       for (int w = 0; w < WAVES; ++w) {
-        const int row = row_tile * ROWS + lane_row + 64 * w;
-        store_row<Out, COLUMNS>(p, total[w], 0, row, first_column, lane);
-        store_row<Out, COLUMNS>(p, total[w], 2, row + 8, first_column, lane);
+        const int row = first_row + lane_row + 64 * w;
+        store_row<Out, COLUMNS>(p, total[w], 0, row, end_row, first_column, lane);
+        store_row<Out, COLUMNS>(p, total[w], 2, row + 8, end_row, first_column, lane);
       }
     }
   }

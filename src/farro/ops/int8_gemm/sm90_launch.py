@@ -38,7 +38,7 @@ class _Parameters(ctypes.Structure):
                 "k",
                 "bias_kind",
                 "raster",
-                "tile_tokens",
+                "tile_rows",
                 "vector",
                 "scale_a_vector",
                 "scale_b_vector",
@@ -54,23 +54,27 @@ def kernel_name(config: Config, group_size: int, dtype: torch.dtype) -> tuple[st
         waves = config.rows // 128
         arguments = f"{out}, {group_size}, {config.columns}, {waves}, {config.stages}"
         return "ops/int8_gemm/sm90_large.cu", f"int8_gemm_large<{arguments}>"
-    tile = f"{config.rows}, {config.consumers}, {config.stages}, {str(config.ahead).lower()}"
-    tile += f", {config.cluster}"
+    order = 1 if config.ahead else 2 if config.early else 0
+    tile = f"{config.rows}, {config.consumers}, {config.stages}, {order}, {config.chunk}"
+    tile += f", {config.cluster}, {config.row_cluster}, {config.resident}"
     return "ops/int8_gemm/sm90_small.cu", f"int8_gemm_small<{out}, {group_size}, {tile}>"
 
 
 def tile_rows(config: Config, m: int) -> int:
-    """Rows of A that a tile loads: of the small kernel an even share, in steps of 8."""
-    if config.policy == "large":
-        return config.rows
-    tiles = -(-m // (config.rows * config.cluster)) * config.cluster
-    return -(-m // (8 * tiles)) * 8
+    """Rows of A that a tile loads: an even share, in boxes whose rows are a multiple of 8.
+
+    The copy engine takes its time for rows outside of a matrix as well.
+    """
+    tiles, step = -(-m // (config.rows * config.cluster)) * config.cluster, 8 * config.row_cluster
+    return -(-m // (step * tiles)) * step
 
 
 def _grid(config: Config, m: int, n: int, sms: int) -> tuple[int, int, int]:
     tiles_n, tiles_m = -(-n // config.columns), -(-m // config.rows)
     if config.policy == "small":
-        return tiles_n * config.cluster, -(-tiles_m // config.cluster), 1
+        spread = config.row_cluster
+        x = -(-tiles_n // spread) * spread * config.cluster
+        return x, -(-tiles_m // config.cluster), 1
     return min(sms, tiles_m * tiles_n), 1, 1
 
 
@@ -163,7 +167,7 @@ def _prepare(
     b_pitch = b.stride(1) if n > 1 else -(-k // 16) * 16
     box = tile_rows(config, m)
     maps = (
-        tensor_map.encode(a.data_ptr(), m, k, a_pitch, box, DEPTH),
+        tensor_map.encode(a.data_ptr(), m, k, a_pitch, box // config.row_cluster, DEPTH),
         tensor_map.encode(b.data_ptr(), n, k, b_pitch, config.columns // config.cluster, DEPTH),
     )
     row_bytes = out.stride(0) * out.element_size()
@@ -183,6 +187,6 @@ def _prepare(
         _grid(config, m, n, sms),
         32 * config.warps,
         size,
-        config.cluster,
+        config.cluster * config.row_cluster,
         (*(maps if config.policy == "large" else maps[::-1]), parameters),
     )

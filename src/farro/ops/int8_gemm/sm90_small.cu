@@ -2,10 +2,9 @@
 // and tokens the narrow one.
 //
 // A CTA owns 64 weight rows and TOKENS tokens. One warp streams 128-byte-wide boxes of both by TMA,
-// another the group scales by cp.async, into one ring; WARPGROUPS warpgroups share the tokens. With
-// AHEAD, each multiplies the next groups while it promotes the sums of one; without, a unit of K
-// (max(G, 128)) is multiplied and then promoted, and several CTAs of a multiprocessor do the one
-// beside the other. docs/int8-sm90.md draws it.
+// another the group scales by cp.async, into one ring; WARPGROUPS warpgroups share the tokens. They
+// multiply CHUNK groups at a time and promote the sums in one of three orders. docs/int8-sm90.md
+// draws it.
 #include "output.cuh"
 #include "wgmma.cuh"
 
@@ -23,7 +22,7 @@ struct Problem {
   int m, n, k;
   int bias_kind;
   int raster;
-  int tile_tokens;     // tokens of a tile that are loaded and stored, a multiple of 8 up to TOKENS
+  int tile_rows;       // tokens of a tile that are loaded and stored, a multiple of 8 up to TOKENS
   int vector;          // 16-byte stores along a row of out are aligned
   int scale_a_vector;  // how many scales of a token may be read together: 4, 2 or 1
   int scale_b_vector;  // the same of a group's: 4 or 1
@@ -46,26 +45,22 @@ struct Layout {
   static_assert(TOKENS * pitch <= scales, "results are staged where the operands were");
 };
 
-// Scales of this thread's tokens, a pair of tokens for each 8 of the warpgroup's: of the COUNT groups from
-// `of_tokens` on, where a token has those of all GROUPS beside each other.
-template <int GROUPS, int COUNT, int TOKENS>
-__device__ __forceinline__ void read_token_scales(float (&to)[COUNT][TOKENS / 4],
-                                                  const float* of_tokens) {
-#pragma unroll
-  for (int i = 0; i < TOKENS / 4; ++i)
-#pragma unroll
-    for (int g = 0; g < COUNT; ++g) to[g][i] = of_tokens[(i / 2 * 8 + i % 2) * GROUPS + g];
-}
+// When the sums of a chunk (CHUNK groups) are promoted
+constexpr int after = 0;  // when they are there; other warps of the multiprocessor fill the gap
+constexpr int ahead = 1;  // while the next chunk multiplies into a second set of sums
+constexpr int early = 2;  // made floats first, so that the next chunk may multiply into the same set
 
-// Add a group's sums to this thread's totals. A group past the end adds +0, which changes no total:
-// none is -0, for all are multiples of the smallest subnormal.
-template <int TOKENS>
-__device__ __forceinline__ void promote(float (&total)[TOKENS / 2], const int (&exact)[TOKENS / 2],
-                                        float low, float high, const float (&token)[TOKENS / 4]) {
-#pragma unroll
-  for (int i = 0; i < TOKENS / 2; ++i) {
-    const float scale = __fmul_rn(token[i / 4 * 2 + i % 2], i / 2 % 2 ? high : low);
-    total[i] = __fmaf_rn(__int2float_rn(exact[i]), scale, total[i]);
+// COUNT floats from `from`, which is aligned to all of them.
+template <int COUNT>
+__device__ __forceinline__ void read_floats(float (&to)[COUNT], const float* from) {
+  if constexpr (COUNT == 4) {
+    const float4 v = *reinterpret_cast<const float4*>(from);
+    to[0] = v.x, to[1] = v.y, to[2] = v.z, to[3] = v.w;
+  } else if constexpr (COUNT == 2) {
+    const float2 v = *reinterpret_cast<const float2*>(from);
+    to[0] = v.x, to[1] = v.y;
+  } else {
+    to[0] = from[0];
   }
 }
 
@@ -111,28 +106,37 @@ __device__ __forceinline__ void load_token_scales(const Problem& p, u32 to, int 
   }
 }
 
-template <class Out, int GROUP, int TOKENS, int WARPGROUPS, int STAGES, bool AHEAD, int CLUSTER>
-__global__ void __launch_bounds__(128 * WARPGROUPS + 64)
+template <class Out, int GROUP, int TOKENS, int WARPGROUPS, int STAGES, int ORDER, int CHUNK,
+          int TOKEN_TILES, int ROW_TILES, int RESIDENT>
+__global__ void __launch_bounds__(128 * WARPGROUPS + 64, RESIDENT)
     int8_gemm_small(const __grid_constant__ TensorMap weight_map,
                     const __grid_constant__ TensorMap token_map, const __grid_constant__ Problem p) {
   using L = Layout<Out, GROUP, TOKENS, STAGES>;
   constexpr int kSteps = GROUP >= kDepth ? kDepth / 32 : GROUP / 32;  // wgmma of a group and stage
   constexpr int kTokens = TOKENS / WARPGROUPS;                        // of one warpgroup
-  constexpr int kSets = AHEAD ? 2 : L::unit_groups;                   // groups whose sums are held
-  constexpr int kRead = AHEAD && L::unit_groups > 2 ? 2 : L::unit_groups;  // scales read together
-  static_assert(STAGES > (AHEAD ? 2 : 1) * L::unit_blocks, "units in use, and a stage to fill");
+  // A cluster is ROW_TILES tiles of weights by TOKEN_TILES of tokens
+  constexpr int kCluster = TOKEN_TILES * ROW_TILES;
+  constexpr int kChunks = L::unit_groups / CHUNK;
+  // groups whose token scales are read together, as far as registers allow
+  constexpr int kRead = RESIDENT > 2                    ? CHUNK
+                        : CHUNK > 2 || kTokens <= 32    ? L::unit_groups
+                        : CHUNK > 1 || kChunks == 1     ? CHUNK
+                                                        : 2;
+  static_assert(L::unit_groups % CHUNK == 0, "whole chunks in a unit");
+  static_assert(STAGES > (ORDER == after ? 1 : 2) * L::unit_blocks, "units in use, and a stage to fill");
   static_assert(kTokens % 8 == 0, "whole swizzle atoms");
 
   extern __shared__ u8 raw[];
   const u32 raw_address = smem_address(raw), base = (raw_address + 1023) & ~1023u;
   u8* shared = raw + (base - raw_address);
   const int groups = (p.k + GROUP - 1) / GROUP, units = (p.k + L::unit - 1) / L::unit;
-  const int rank = blockIdx.x % CLUSTER;  // CTAs of a cluster: the same weights, other tokens
-  const int first_row = blockIdx.x / CLUSTER * kRows;
+  const int rank = blockIdx.x % kCluster;
+  const int row_tile = rank % ROW_TILES, token_tile = rank / ROW_TILES;  // in the cluster
+  const int first_row = (blockIdx.x / kCluster * ROW_TILES + row_tile) * kRows;
   // The engine takes its time for rows outside of a matrix as well: tiles share the tokens evenly, and
   // what is in shared memory behind them goes into sums that nobody stores
-  const int first_token = (blockIdx.y * CLUSTER + rank) * p.tile_tokens;
-  const int end_token = min(first_token + p.tile_tokens, p.m);
+  const int first_token = (blockIdx.y * TOKEN_TILES + token_tile) * p.tile_rows;
+  const int end_token = min(first_token + p.tile_rows, p.m);
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
 
   if (threadIdx.x == 0) {
@@ -141,11 +145,12 @@ __global__ void __launch_bounds__(128 * WARPGROUPS + 64)
     for (int i = 0; i < STAGES; ++i) {
       // the copy engine's, and each lane of the scale warp where the stage brings scales
       mbarrier_init(base + L::full + 8 * i, 1 + 32);
-      mbarrier_init(base + L::empty + 8 * i, CLUSTER * 4 * WARPGROUPS);
+      // of those that read what this CTA loads: its own row of tiles and its own column
+      mbarrier_init(base + L::empty + 8 * i, (TOKEN_TILES + ROW_TILES - 1) * 4 * WARPGROUPS);
     }
     fence_mbarrier_init();
   }
-  if constexpr (CLUSTER > 1)
+  if constexpr (kCluster > 1)
     cluster_sync();
   else
     __syncthreads();
@@ -156,25 +161,83 @@ __global__ void __launch_bounds__(128 * WARPGROUPS + 64)
       for (int block = 0; block < units * L::unit_blocks; ++block) {
         mbarrier_wait(base + L::empty + 8 * ring.stage, ring.parity);
         const u32 full = base + L::full + 8 * ring.stage;
-        mbarrier_expect(full, L::weight_bytes + p.tile_tokens * kDepth);
+        mbarrier_expect(full, L::weight_bytes + p.tile_rows * kDepth);
         const u32 weights = base + L::weights + ring.stage * L::weight_bytes;
-        if constexpr (CLUSTER > 1) {  // each CTA brings its part of the rows to all
-          constexpr int kPart = kRows / CLUSTER;
-          tma_load_multicast(weights + rank * kPart * kDepth, &weight_map, block * kDepth,
-                             first_row + rank * kPart, full, (1 << CLUSTER) - 1);
+        const u32 tokens = base + L::tokens + ring.stage * L::token_bytes;
+        if constexpr (TOKEN_TILES > 1) {  // each CTA brings its part of the rows to all
+          constexpr int kPart = kRows / TOKEN_TILES;
+          constexpr int kMask = TOKEN_TILES == 1 ? 1 : 1 | 1 << ROW_TILES;
+          tma_load_multicast(weights + token_tile * kPart * kDepth, &weight_map, block * kDepth,
+                             first_row + token_tile * kPart, full, kMask << row_tile);
         } else {
           tma_load(weights, &weight_map, block * kDepth, first_row, full);
         }
-        tma_load(base + L::tokens + ring.stage * L::token_bytes, &token_map, block * kDepth,
-                 first_token, full);
+        if constexpr (ROW_TILES > 1) {  // and of the tokens
+          const int part = p.tile_rows / ROW_TILES;
+          tma_load_multicast(tokens + row_tile * part * kDepth, &token_map, block * kDepth,
+                             first_token + row_tile * part, full,
+                             ((1 << ROW_TILES) - 1) << (token_tile * ROW_TILES));
+        } else {
+          tma_load(tokens, &token_map, block * kDepth, first_token, full);
+        }
         ring.next();
       }
     }
     __syncwarp();
-    if constexpr (CLUSTER > 1) cluster_arrive_relaxed();
+    if constexpr (kCluster > 1) cluster_arrive_relaxed();
   } else if (warp > 4 * WARPGROUPS) {
     Ring<STAGES> ring(1);
-    for (int unit = 0; unit < units; ++unit) {
+    auto more_stages = [&]() {  // no scales in the rest of a unit
+#pragma unroll
+      for (int block = 1; block < L::unit_blocks; ++block) {
+        mbarrier_wait(base + L::empty + 8 * ring.stage, ring.parity);
+        mbarrier_arrive(base + L::full + 8 * ring.stage);
+        ring.next();
+      }
+    };
+    int unit = 0;
+    // Whole units whose scales may be read as vectors: addresses advance from one to the next
+    if (p.scale_b_vector == 4 && p.scale_a_vector >= L::unit_groups) {
+      constexpr int kGroups = L::unit_groups, kRowCopies = (kGroups * kRows / 4 + 31) / 32;
+      constexpr int kTokenCopies = (TOKENS + 31) / 32;
+      const float* of_rows[kRowCopies];
+      const float* of_tokens[kTokenCopies];
+      bool row_valid[kRowCopies], token_valid[kTokenCopies];
+#pragma unroll
+      for (int i = 0; i < kRowCopies; ++i) {
+        const int at = lane + 32 * i, at_row = first_row + at % (kRows / 4) * 4;
+        row_valid[i] = at_row < p.n;
+        of_rows[i] = p.scale_b + at / (kRows / 4) * p.scale_b_group + (row_valid[i] ? at_row : 0);
+      }
+#pragma unroll
+      for (int i = 0; i < kTokenCopies; ++i) {
+        const int token = first_token + lane + 32 * i;
+        token_valid[i] = token < end_token;
+        of_tokens[i] = p.scale_a + (token_valid[i] ? token * p.scale_a_row : 0);
+      }
+      const i64 row_step = kGroups * p.scale_b_group, token_step = kGroups * p.scale_a_group;
+      for (; (unit + 1) * kGroups <= groups; ++unit) {
+        mbarrier_wait(base + L::empty + 8 * ring.stage, ring.parity);
+        const u32 to = base + L::scales + ring.stage * L::scale_floats * 4;
+#pragma unroll
+        for (int i = 0; i < kRowCopies; ++i) {
+          if (kGroups > 1 || lane < kRows / 4)
+            cp_async<16>(to + 16 * (lane + 32 * i), of_rows[i], row_valid[i]);
+          of_rows[i] += row_step;
+        }
+#pragma unroll
+        for (int i = 0; i < kTokenCopies; ++i) {
+          if (TOKENS % 32 == 0 || lane < TOKENS % 32)
+            cp_async<4 * kGroups>(to + 4 * kGroups * (kRows + lane + 32 * i), of_tokens[i],
+                                  token_valid[i]);
+          of_tokens[i] += token_step;
+        }
+        cp_async_arrive(base + L::full + 8 * ring.stage);
+        ring.next();
+        more_stages();
+      }
+    }
+    for (; unit < units; ++unit) {
       mbarrier_wait(base + L::empty + 8 * ring.stage, ring.parity);
       const u32 to = base + L::scales + ring.stage * L::scale_floats * 4;
       const int first = unit * L::unit_groups;
@@ -183,128 +246,215 @@ __global__ void __launch_bounds__(128 * WARPGROUPS + 64)
                                                 end_token, first, groups, lane);
       cp_async_arrive(base + L::full + 8 * ring.stage);
       ring.next();
-#pragma unroll
-      for (int block = 1; block < L::unit_blocks; ++block) {  // no scales in the rest of a unit
-        mbarrier_wait(base + L::empty + 8 * ring.stage, ring.parity);
-        mbarrier_arrive(base + L::full + 8 * ring.stage);
-        ring.next();
-      }
+      more_stages();
     }
     cp_async_wait_all();
-    if constexpr (CLUSTER > 1) cluster_arrive_relaxed();
+    if constexpr (kCluster > 1) cluster_arrive_relaxed();
   } else {
     const int warpgroup = warp / 4, row = warp % 4 * 16 + lane / 4;
     const int own_token = warpgroup * kTokens;  // the warpgroup's first in the tile
     float total[kTokens / 2];
 #pragma unroll
     for (int i = 0; i < kTokens / 2; ++i) total[i] = 0.0f;
-    Ring<STAGES> ring(0), done(0);
-
-    using Sums = int[kTokens / 2];
-    // Group g of the unit at `ring`: its first waits for the unit's stages, its last moves on
-    auto multiply = [&](Sums& sums, int g) {
+    Ring<STAGES> ring(0);
+    int done = 0;  // stage of the unit that is promoted
+    using Sums = int[CHUNK][kTokens / 2];
+    // The low halves of descriptors; stages and steps along K are added to them
+    const u64 first_a = wgmma_descriptor(base + L::weights);
+    const u64 first_b = wgmma_descriptor(base + L::tokens + own_token * kDepth);
+    auto along = [](u64 descriptor, u32 by) {
+      return (descriptor & ~u64{0xFFFFFFFF}) | (static_cast<u32>(descriptor) + by);
+    };
+    // Chunk c of the unit at `ring`: its first waits for the unit's stages, its last moves on
+    auto multiply = [&](Sums& sums, int c) {
       Ring<STAGES> at = ring;
-      wgmma_fence();
 #pragma unroll
       for (int block = 0; block < L::unit_blocks; ++block) {
-        if (g == 0) mbarrier_wait(base + L::full + 8 * at.stage, at.parity);
-        const u64 a = wgmma_descriptor(base + L::weights + at.stage * L::weight_bytes);
-        const u64 b = wgmma_descriptor(base + L::tokens + at.stage * L::token_bytes +
-                                       own_token * kDepth);
+        if (c == 0) mbarrier_wait(base + L::full + 8 * at.stage, at.parity);
+        wgmma_fence();
+        const u32 a = at.stage * (L::weight_bytes / 16), b = at.stage * (L::token_bytes / 16);
 #pragma unroll
-        for (int k = 0; k < kSteps; ++k)
-          WgmmaInt8<kTokens>::run(sums, a + 2 * (g * kSteps + k), b + 2 * (g * kSteps + k),
-                                  block + k > 0);
+        for (int i = 0; i < CHUNK; ++i)
+#pragma unroll
+          for (int k = 0; k < kSteps; ++k) {
+            const int step = 2 * ((c * CHUNK + i) * kSteps + k);
+            WgmmaInt8<kTokens>::run(sums[i], along(first_a, a + step), along(first_b, b + step),
+                                    block + k > 0);
+          }
         at.next();
       }
       wgmma_commit();
-      if (g == L::unit_groups - 1) ring = at;
+      if (c == kChunks - 1) ring = at;
     };
-    float of_token[kRead][kTokens / 4];
-    // The same of the unit at `done`: some groups' scales are read together, the last gives the stages back
-    auto finish = [&](Sums& sums, int g) {
-      wgmma_hold(sums);
-      const float* scales = reinterpret_cast<const float*>(shared + L::scales) +
-                            done.stage * L::scale_floats;
-      if (g % kRead == 0)
-        read_token_scales<L::unit_groups, kRead, kTokens>(
-            of_token, scales + L::unit_groups * (kRows + own_token + 2 * (lane % 4)) + g);
-      const float* of_rows = scales + g * kRows + row;
-      promote<kTokens>(total, sums, of_rows[0], of_rows[8], of_token[g % kRead]);
-      wgmma_hold(total);  // all sums are read before the next product takes their registers
-      if (g < L::unit_groups - 1) return;
+    // This thread's scales of chunk c of the unit at `done`
+    u32 of_rows = L::scales + 4 * row;
+    u32 of_tokens = L::scales + 4 * L::unit_groups * (kRows + own_token + 2 * (lane % 4));
+    asm volatile("" : "+r"(of_rows), "+r"(of_tokens));  // not computed anew at each use
+    float of_row[CHUNK][2], of_token[kTokens / 4][kRead];
+    auto read_scales = [&](int c) {
+      const u8* unit = shared + done * (L::scale_floats * 4);
+#pragma unroll
+      for (int i = 0; i < CHUNK; ++i) {
+        const float* rows = reinterpret_cast<const float*>(unit + of_rows) + (c * CHUNK + i) * kRows;
+        of_row[i][0] = rows[0], of_row[i][1] = rows[8];
+      }
+      if (c * CHUNK % kRead == 0) {
+        const float* tokens = reinterpret_cast<const float*>(unit + of_tokens) + c * CHUNK;
+#pragma unroll
+        for (int i = 0; i < kTokens / 4; ++i)
+          read_floats(of_token[i], tokens + (i / 2 * 8 + i % 2) * L::unit_groups);
+      }
+    };
+    // The unit's stages are given back
+    auto release = [&]() {
       __syncwarp();
 #pragma unroll
       for (int block = 0; block < L::unit_blocks; ++block) {
-        const u32 empty = base + L::empty + 8 * done.stage;
-        if constexpr (CLUSTER > 1) {  // every CTA writes here
-          if (lane < CLUSTER) mbarrier_arrive_remote(map_to_rank(empty, lane));
+        const u32 empty = base + L::empty + 8 * done;
+        if constexpr (kCluster > 1) {  // these write here
+          const bool writes = lane % ROW_TILES == row_tile || lane / ROW_TILES == token_tile;
+          if (lane < kCluster && writes) mbarrier_arrive_remote(map_to_rank(empty, lane));
         } else {
           if (lane == 0) mbarrier_arrive(empty);
         }
-        done.next();
+        if (++done == STAGES) done = 0;
       }
+    };
+    // A group past the end adds +0, which changes no total: none is -0, for all are multiples of the
+    // smallest subnormal
+    auto add = [&](int c, int i, int j, float sum) {
+      const float scale = __fmul_rn(of_token[j / 4 * 2 + j % 2][(c * CHUNK + i) % kRead],
+                                    of_row[i][j / 2 % 2]);
+      total[j] = __fmaf_rn(sum, scale, total[j]);
+    };
+    // Chunk c of the unit at `done`, whose last gives the stages back
+    auto finish = [&](Sums& sums, int c) {
+#pragma unroll
+      for (int i = 0; i < CHUNK; ++i) wgmma_hold(sums[i]);
+#pragma unroll
+      for (int i = 0; i < CHUNK; ++i)
+#pragma unroll
+        for (int j = 0; j < kTokens / 2; ++j) add(c, i, j, __int2float_rn(sums[i][j]));
+      wgmma_hold(total);  // all sums are read before the next product takes their registers
+      if (c == kChunks - 1) release();
+    };
+    float exact[CHUNK][kTokens / 2];
+    auto to_floats = [&](Sums& sums) {
+#pragma unroll
+      for (int i = 0; i < CHUNK; ++i) wgmma_hold(sums[i]);
+#pragma unroll
+      for (int i = 0; i < CHUNK; ++i) {
+#pragma unroll
+        for (int j = 0; j < kTokens / 2; ++j) exact[i][j] = __int2float_rn(sums[i][j]);
+        wgmma_hold(exact[i]);  // all sums are read before the next product takes their registers
+      }
+    };
+    auto add_all = [&](int c) {
+#pragma unroll
+      for (int i = 0; i < CHUNK; ++i)
+#pragma unroll
+        for (int j = 0; j < kTokens / 2; ++j) add(c, i, j, exact[i][j]);
     };
 
     // Straight lines, peeled at the end, the end under a condition though there always is a unit: ptxas
     // serializes wgmma where it loses sight of who waits, and it does where it can fold an end into
     // the loop before it
-    Sums sums[kSets];
-    if constexpr (AHEAD && L::unit_groups > 1) {
-      constexpr int kGroups = L::unit_groups;
-      multiply(sums[0], 0);
+    if constexpr (ORDER == early) {
+      Sums sums;
+      multiply(sums, 0);
       for (int unit = 1; unit < units; ++unit) {
 #pragma unroll
-        for (int g = 0; g < kGroups; ++g) {
-          multiply(sums[(g + 1) % 2], (g + 1) % kGroups);
-          wgmma_wait<1>();
-          finish(sums[g % 2], g);
+        for (int c = 0; c < kChunks; ++c) {
+          read_scales(c);
+          wgmma_wait<0>();
+          to_floats(sums);
+          if (c == kChunks - 1) release();
+          multiply(sums, (c + 1) % kChunks);
+          add_all(c);
         }
       }
       if (units > 0) {
 #pragma unroll
-        for (int g = 0; g < kGroups - 1; ++g) {
-          multiply(sums[(g + 1) % 2], g + 1);
-          wgmma_wait<1>();
-          finish(sums[g % 2], g);
+        for (int c = 0; c < kChunks; ++c) {
+          read_scales(c);
+          wgmma_wait<0>();
+          to_floats(sums);
+          if (c == kChunks - 1)
+            release();
+          else
+            multiply(sums, c + 1);
+          add_all(c);
         }
-        wgmma_wait<0>();
-        finish(sums[1], kGroups - 1);
       } else {
         wgmma_wait<0>();
       }
-    } else if constexpr (AHEAD) {
+    } else if constexpr (ORDER == ahead && kChunks > 1) {
+      Sums sums[2];
+      multiply(sums[0], 0);
+      for (int unit = 1; unit < units; ++unit) {
+#pragma unroll
+        for (int c = 0; c < kChunks; ++c) {
+          multiply(sums[(c + 1) % 2], (c + 1) % kChunks);
+          read_scales(c);
+          wgmma_wait<1>();
+          finish(sums[c % 2], c);
+        }
+      }
+      if (units > 0) {
+#pragma unroll
+        for (int c = 0; c < kChunks - 1; ++c) {
+          multiply(sums[(c + 1) % 2], c + 1);
+          read_scales(c);
+          wgmma_wait<1>();
+          finish(sums[c % 2], c);
+        }
+        read_scales(kChunks - 1);
+        wgmma_wait<0>();
+        finish(sums[1], kChunks - 1);
+      } else {
+        wgmma_wait<0>();
+      }
+    } else if constexpr (ORDER == ahead) {
+      Sums sums[2];
       multiply(sums[0], 0);
       int unit = 0;
       for (; unit + 2 < units; unit += 2) {
         multiply(sums[1], 0);
+        read_scales(0);
         wgmma_wait<1>();
         finish(sums[0], 0);
         multiply(sums[0], 0);
+        read_scales(0);
         wgmma_wait<1>();
         finish(sums[1], 0);
       }
       if (unit + 1 < units) {
         multiply(sums[1], 0);
+        read_scales(0);
         wgmma_wait<1>();
         finish(sums[0], 0);
+        read_scales(0);
         wgmma_wait<0>();
         finish(sums[1], 0);
       } else {
+        read_scales(0);
         wgmma_wait<0>();
         finish(sums[0], 0);
       }
     } else {
+      Sums sums;
       for (int unit = 0; unit < units; ++unit) {
 #pragma unroll
-        for (int g = 0; g < kSets; ++g) multiply(sums[g], g);
-        wgmma_wait<0>();
-#pragma unroll
-        for (int g = 0; g < kSets; ++g) finish(sums[g], g);
+        for (int c = 0; c < kChunks; ++c) {
+          multiply(sums, c);
+          read_scales(c);
+          wgmma_wait<0>();
+          finish(sums, c);
+        }
       }
     }
 
-    if constexpr (CLUSTER > 1) cluster_arrive_relaxed();
+    if constexpr (kCluster > 1) cluster_arrive_relaxed();
     // Results to shared memory, a token's 64 rows together; every operand has been read by then
     named_barrier(1, 128 * WARPGROUPS);
     const BiasKind kind = static_cast<BiasKind>(p.bias_kind);
@@ -336,5 +486,5 @@ __global__ void __launch_bounds__(128 * WARPGROUPS + 64)
       }
     }
   }
-  if constexpr (CLUSTER > 1) cluster_wait();  // the others may still write to, or arrive, here
+  if constexpr (kCluster > 1) cluster_wait();  // the others may still write to, or arrive, here
 }
