@@ -99,6 +99,10 @@ SPREAD = [
     ("fast", Config("small", 32, 64, 8), BIAS | RESIDUAL),
     ("scaled", Config("small", 64, 64, 3, ahead=False), 0),
     ("scaled", Config("small", 32, 64, 8, multicast=2), 0),
+    ("scaled", Config("large", 128, 176, 5), 0),
+    ("fast", Config("large", 128, 208, 4), BIAS),
+    ("fast", Config("large", 128, 224, 4), BIAS | GELU),
+    ("fast", Config("large", 128, 240, 3, staged=True), RESIDUAL),
 ]
 QUICK = (1, 2, 5, 8, 13, 18, 20, 21, 22)
 
@@ -135,7 +139,7 @@ def test_every_tile_and_epilogue(name, policy, tmp_path):
 
 def test_the_shapes_are_all_there_are():
     counts = {name: len(shapes(kind)) for name, kind in KINDS.items()}
-    assert counts == {"scaled": 13 + 24, "promoted": 13 + 20, "fast": 14 + 2 + 20}
+    assert counts == {"scaled": 14 + 24, "promoted": 14 + 20, "fast": 18 + 5 + 20}
     every = [c for kind in KINDS.values() for c in shapes(kind)]
     checked = [c for _, c, _ in SPREAD]
     assert {c.tile for c in checked} == {c.tile for c in every}

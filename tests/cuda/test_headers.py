@@ -81,7 +81,8 @@ def test_every_function_of_the_headers_has_a_use():
     inside = {"mbarrier_try_wait", "bf16_to_float"}
     inside |= {"expand_unit", "reorder_unit", "spread_nan", "add_zero_times"}  # all by unit_of
     # the end of both FP8 kernels, whose tests run it with every epilogue and layout
-    epilogue = {"finish", "finish_values", "load_biases", "alpha_of"}
+    epilogue = {"finish_values", "store_values", "load_biases", "load_residual", "alpha_of"}
+    epilogue |= {"read_vector", "unpack2", "expect_biases", "expect_residual", "prefetch_to_l2"}
     for name in names - {"run"} - inside - epilogue:
         assert re.search(rf"\b{name}\b", tested), f"headers.cu does not test {name}"
 

@@ -82,7 +82,10 @@ def some(kind: Kind) -> list[Config]:
         found += [
             Config("small", 32, 64, 6, multicast=2),
             Config("small", 64, 64, 3, ahead=False),
+            Config("large", 128, 176, 4, raster=4),  # scales of three blocks of columns
         ]
+    if kind.fast:
+        found.append(Config("large", 128, 240, 3, raster=4, staged=True))
     return found
 
 

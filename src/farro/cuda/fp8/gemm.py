@@ -42,7 +42,7 @@ class _Parameters(ctypes.Structure):
             (name, ctypes.c_int)
             for name in (
                 *("m", "n", "k", "bias_kind", "raster", "out_vector", "residual_vector"),
-                "input_scale_vector",
+                *("bias_vector", "input_scale_vector"),
             )
         ),
     )
@@ -76,6 +76,12 @@ def _vector(tensor: torch.Tensor) -> bool:
     step = tensor.element_size()
     row = tensor.stride(0) * step if tensor.shape[0] > 1 else 0
     return tensor.stride(1) == 1 and row % 16 == 0 and tensor.data_ptr() % 16 == 0
+
+
+def _bias_vector(bias: torch.Tensor) -> bool:
+    """Whether eight neighbours are aligned accesses of 16 bytes."""
+    whole = bias.dtype != torch.float16 and bias.stride(0) == 1
+    return whole and bias.data_ptr() % 16 == 0
 
 
 def _scale_vector(scale: torch.Tensor) -> int:
@@ -120,6 +126,7 @@ def parameters(
         raster,
         int(out is not None and _vector(out)),
         int(residual is not None and _vector(residual)),
+        int(bias is not None and _bias_vector(bias)),
         0 if input_scale is None else _scale_vector(input_scale),
     )
 

@@ -20,11 +20,16 @@ using namespace farro;
 
 constexpr int kConsumers = 2;  // warpgroups that multiply
 
+constexpr int divisor(int a, int b) { return b == 0 ? a : divisor(b, a % b); }
+
+// Blocks of 128 rows of the weight that a tile's columns may lie in, wherever it begins.
+constexpr int across(int columns) { return columns <= kDepth + divisor(kDepth, columns) ? 2 : 3; }
+
 template <int ROWS, int COLUMNS, int STAGES, bool SCALED, bool STAGED>
 struct Shared {
   static constexpr int a_bytes = ROWS * kDepth, b_bytes = COLUMNS * kDepth;
-  // [ROWS][blocks] or [blocks][ROWS] of the input, then [blocks][2] of the weight
-  static constexpr int scale_floats = SCALED ? kScaleBlocks * (ROWS + 2) : 0;
+  // [ROWS][blocks] or [blocks][ROWS] of the input, then [blocks][across] of the weight
+  static constexpr int scale_floats = SCALED ? kScaleBlocks * (ROWS + across(COLUMNS)) : 0;
   static constexpr int a = 0, b = a + STAGES * a_bytes;
   static constexpr int out = b + STAGES * b_bytes;  // of each warp [groups][16 rows][GROUP]
   static constexpr int scales = out + (STAGED ? ROWS * COLUMNS * 2 : 0);
@@ -35,10 +40,11 @@ struct Shared {
   static constexpr int bytes = scale_empty + 8 * kScaleStages;
 };
 
-// The weight's: of the two blocks of 128 rows that a tile's columns may lie in.
+// The weight's: of the blocks of 128 rows that a tile's columns may lie in.
+template <int ACROSS>
 __device__ __forceinline__ void load_column_scales(const Problem& p, u32 to, int first, int block,
                                                    int blocks, int lane) {
-  const int j = lane / 2, row = first / kDepth + lane % 2;
+  const int j = lane / ACROSS, row = first / kDepth + lane % ACROSS;
   const bool valid = block + j < blocks && row * kDepth < p.n;
   if (j < kScaleBlocks)
     cp_async<4>(to + 4 * lane,
@@ -49,6 +55,42 @@ __device__ __forceinline__ void load_column_scales(const Problem& p, u32 to, int
 
 __device__ __forceinline__ u64 descriptor_of(u32 low) {
   return static_cast<u64>(0x40000040) << 32 | low;
+}
+
+// The results of one wave of 64 rows, of each group a lane's GROUP / 4 neighbours of `row` and of the
+// eighth after it: `store(group, low, high)`. What is added is read some groups ahead of what is
+// stored: the compiler would not move a read over a store, and each would wait for memory by itself.
+template <int EPILOGUE, int COLUMNS, int GROUP, class Store>
+__device__ __forceinline__ void finish_wave(const Problem& p, const float (&total)[COLUMNS / 2],
+                                            float alpha, int row, int lane_column, Store store) {
+  constexpr int COUNT = GROUP / 4, kGroups = COLUMNS / GROUP;
+  constexpr bool kBoth = (EPILOGUE & kBias) && (EPILOGUE & kResidual);
+  constexpr int kAhead = (kBoth ? 64 : 128) / GROUP;  // groups: as many registers as there are
+#pragma unroll
+  for (int first = 0; first < kGroups; first += kAhead) {
+    float bias[kAhead][COUNT] = {};
+    u32 residual[2][kAhead][COUNT / 2] = {};
+    const int column = lane_column + GROUP * first;
+    if constexpr (EPILOGUE & kResidual) {
+      load_residual<COUNT, kAhead, GROUP>(p, row, column, residual[0]);
+      load_residual<COUNT, kAhead, GROUP>(p, row + 8, column, residual[1]);
+    }
+    if constexpr (EPILOGUE & kBias) load_biases<COUNT, kAhead, GROUP>(p, column, bias);
+#pragma unroll
+    for (int j = 0; j < kAhead; ++j) {
+      const int g = first + j;
+      if (g >= kGroups) break;
+      const float* s = total + GROUP / 2 * g;
+      float sum[2][COUNT], value[2][COUNT];
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i) sum[half][i] = s[i / 2 * 4 + i % 2 + 2 * half];
+        finish_values<EPILOGUE>(sum[half], alpha, bias[j], residual[half][j], value[half]);
+      }
+      store(g, value[0], value[1]);
+    }
+  }
 }
 
 // One wave of 64 rows: a lane's GROUP / 4 neighbouring columns of each group, of two rows.
@@ -84,18 +126,13 @@ __device__ __forceinline__ void store_wave(const Problem& p, const float (&total
     }
     return;
   }
-#pragma unroll
-  for (int g = 0; g < COLUMNS / GROUP; ++g) {
+  const auto store = [&](int g, const float (&low)[COUNT], const float (&high)[COUNT]) {
     const int column = lane_column + GROUP * g;
-    if (column >= p.n) break;
-    float bias[COUNT] = {}, low[COUNT], high[COUNT];
-    if constexpr (EPILOGUE & kBias) load_biases(p, column, bias);
-    const float* s = total + GROUP / 2 * g;
-#pragma unroll
-    for (int i = 0; i < COUNT; ++i) low[i] = s[i / 2 * 4 + i % 2], high[i] = s[i / 2 * 4 + i % 2 + 2];
-    if (row < p.m) finish<EPILOGUE>(p, low, alpha, bias, row, column);
-    if (row + 8 < p.m) finish<EPILOGUE>(p, high, alpha, bias, row + 8, column);
-  }
+    if (column >= p.n) return;
+    if (row < p.m) store_values(p, low, row, column);
+    if (row + 8 < p.m) store_values(p, high, row + 8, column);
+  };
+  finish_wave<EPILOGUE, COLUMNS, GROUP>(p, total, alpha, row, lane_column, store);
 }
 
 // The same results to shared memory, and from there by TMA. `staged` holds one warp's 16 rows.
@@ -108,38 +145,23 @@ __device__ __forceinline__ void stage_wave(const Problem& p, const TensorMap* ma
   u8* to = staged + lane * (2 * COUNT);
   if (lane == 0) tma_store_wait<0>();  // the tile before has left this place
   __syncwarp();
-#pragma unroll
-  for (int g = 0; g < COLUMNS / GROUP; ++g) {
-    const int column = lane_column + GROUP * g;
-    if (EPILOGUE != 0 && column >= p.n) break;
-    float bias[COUNT] = {};
-    if constexpr (EPILOGUE & kBias) load_biases(p, column, bias);
-    const float* s = total + GROUP / 2 * g;
+  const auto store = [&](int g, const float (&low)[COUNT], const float (&high)[COUNT]) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      float sum[COUNT], value[COUNT];
+      const float(&value)[COUNT] = half ? high : low;
       u32 pair[COUNT / 2];
-#pragma unroll
-      for (int i = 0; i < COUNT; ++i) sum[i] = s[i / 2 * 4 + i % 2 + 2 * half];
-      if constexpr (EPILOGUE != 0) {
-        finish_values<EPILOGUE>(p, sum, alpha, bias, row + 8 * half, column, value);
-      } else {
-#pragma unroll
-        for (int i = 0; i < COUNT; ++i) value[i] = __fmul_rn(alpha, sum[i]);
-      }
 #pragma unroll
       for (int i = 0; i < COUNT / 2; ++i) pair[i] = pack2(value[2 * i], value[2 * i + 1], BFloat16{});
       u8* at = to + g * (32 * GROUP) + half * (16 * GROUP);
       if constexpr (COUNT == 8) *reinterpret_cast<uint4*>(at) = *reinterpret_cast<uint4*>(pair);
       else *reinterpret_cast<uint2*>(at) = *reinterpret_cast<uint2*>(pair);
     }
-  }
+  };
+  finish_wave<EPILOGUE, COLUMNS, GROUP>(p, total, alpha, row, lane_column, store);
   fence_async_proxy();
   __syncwarp();
   if (lane == 0) tma_store_groups(map, first_row, first_column / GROUP, smem_address(staged));
 }
-
-constexpr int divisor(int a, int b) { return b == 0 ? a : divisor(b, a % b); }
 
 template <int EPILOGUE, bool SCALED, bool FAST, int COLUMNS, int WAVES, int STAGES, int GROUP,
           bool STAGED>
@@ -151,7 +173,7 @@ __global__ void __launch_bounds__(128 + 128 * kConsumers, 1)
   using S = Shared<ROWS, COLUMNS, STAGES, SCALED, STAGED>;
   static_assert(STAGES > kUnit && !(SCALED && FAST) && (!STAGED || (FAST && WAVES == 1)));
   static_assert(COLUMNS % GROUP == 0 && (GROUP == 16 || GROUP == 32));
-  static_assert(!SCALED || COLUMNS <= kDepth + divisor(kDepth, COLUMNS), "in two blocks of scales");
+  static_assert(!SCALED || COLUMNS <= 2 * kDepth, "in three blocks of scales");
   static_assert(S::a_bytes % 1024 == 0 && S::b_bytes % 1024 == 0, "whole atoms of the swizzle");
 
   extern __shared__ __align__(1024) u8 shared[];  // the swizzle counts from multiples of 1024
@@ -205,8 +227,8 @@ __global__ void __launch_bounds__(128 + 128 * kConsumers, 1)
           mbarrier_wait(base + S::scale_empty + 8 * ring.stage, ring.parity);
           const u32 to = base + S::scales + ring.stage * S::scale_floats * 4;
           load_row_scales<ROWS>(p, to, row_tile * ROWS, block, blocks, lane);
-          load_column_scales(p, to + 4 * kScaleBlocks * ROWS, column_tile * COLUMNS, block, blocks,
-                             lane);
+          load_column_scales<across(COLUMNS)>(p, to + 4 * kScaleBlocks * ROWS, column_tile * COLUMNS,
+                                              block, blocks, lane);
           cp_async_arrive(base + S::scale_full + 8 * ring.stage);
           ring.next();
         }
@@ -238,6 +260,20 @@ __global__ void __launch_bounds__(128 + 128 * kConsumers, 1)
     tile_at(t, row_tiles, column_tiles, p.raster, row_tile, column_tile);
     const int first_column = column_tile * COLUMNS;
     float total[WAVES][COLUMNS / 2];
+    if constexpr (EPILOGUE & (kBias | kResidual)) {
+      const int column = first_column + GROUP / 4 * (lane % 4);
+#pragma unroll
+      for (int g = 0; g < COLUMNS / GROUP; ++g) {
+        if constexpr (EPILOGUE & kBias)
+          if (warp == 0 && lane < 4) expect_biases(p, column + GROUP * g);
+        if constexpr (EPILOGUE & kResidual)
+#pragma unroll
+          for (int w = 0; w < 2 * WAVES; ++w)
+            if (lane % 2 == 0)
+              expect_residual(p, row_tile * ROWS + lane_row + w % 2 * 8 + w / 2 * 64,
+                              column + GROUP * g);
+      }
+    }
 
     if constexpr (FAST) {
       Ring<STAGES> done = ring;
@@ -272,7 +308,7 @@ __global__ void __launch_bounds__(128 + 128 * kConsumers, 1)
       const int by_row = p.input_scale_vector == 2 ? 1 : kScaleBlocks;
       const int by_block = p.input_scale_vector == 2 ? ROWS : 1;
 
-      // All of K, where columns from BORDER on have the second of the weight's scales
+      // All of K, where columns from BORDER on have the second of the weight's scales, then the third
       auto all = [&]<int BORDER>() {
         wait_for_stage();
         for (int unit = 0; unit < units; ++unit) {
@@ -284,7 +320,7 @@ __global__ void __launch_bounds__(128 + 128 * kConsumers, 1)
           const float* scales = reinterpret_cast<const float*>(shared + S::scales) +
                                 scale_ring.stage * S::scale_floats;
           const float* of_rows = scales + slot * by_block + lane_row * by_row;
-          const float* of_weight = scales + kScaleBlocks * ROWS + 2 * slot;
+          const float* of_weight = scales + kScaleBlocks * ROWS + across(COLUMNS) * slot;
 #pragma unroll
           for (int w = 0; w < WAVES; ++w) {
             float partial[COLUMNS / 2];
@@ -306,6 +342,7 @@ __global__ void __launch_bounds__(128 + 128 * kConsumers, 1)
             wgmma_commit();
             // What is needed next, while this wave multiplies
             float low = 0.0f, high = 0.0f, next_low = 0.0f, next_high = 0.0f;
+            float last_low = 0.0f, last_high = 0.0f;
             if constexpr (SCALED) {
               if (w == 0 && slot == 0)
                 mbarrier_wait(base + S::scale_full + 8 * scale_ring.stage, scale_ring.parity);
@@ -313,6 +350,8 @@ __global__ void __launch_bounds__(128 + 128 * kConsumers, 1)
               low = __fmul_rn(x, of_weight[0]), high = __fmul_rn(y, of_weight[0]);
               if constexpr (BORDER < COLUMNS)
                 next_low = __fmul_rn(x, of_weight[1]), next_high = __fmul_rn(y, of_weight[1]);
+              if constexpr (BORDER + kDepth < COLUMNS)
+                last_low = __fmul_rn(x, of_weight[2]), last_high = __fmul_rn(y, of_weight[2]);
               if (w == WAVES - 1 && (slot == kScaleBlocks - 1 || unit == units - 1)) {
                 __syncwarp();
                 if (lane == 0) mbarrier_arrive(base + S::scale_empty + 8 * scale_ring.stage);
@@ -335,8 +374,9 @@ __global__ void __launch_bounds__(128 + 128 * kConsumers, 1)
               float* sum = total[w] + 4 * j;
               const float* part = partial + 4 * j;
               if constexpr (SCALED) {
-                const float l = 8 * j < BORDER ? low : next_low;
-                const float h = 8 * j < BORDER ? high : next_high;
+                const bool second = 8 * j >= BORDER, third = 8 * j >= BORDER + kDepth;
+                const float l = third ? last_low : second ? next_low : low;
+                const float h = third ? last_high : second ? next_high : high;
                 sum[0] = __fmaf_rn(part[0], l, sum[0]);
                 sum[1] = __fmaf_rn(part[1], l, sum[1]);
                 sum[2] = __fmaf_rn(part[2], h, sum[2]);

@@ -118,6 +118,13 @@ __global__ void __launch_bounds__(192)
       cp_async_wait_all();
     }
   } else {
+    // What the end adds is on its way from memory meanwhile
+    if constexpr (EPILOGUE & (kBias | kResidual))
+      for (int i = threadIdx.x; i < TOKENS * (kRows / 8); i += 128) {
+        const int column = first_row + i % (kRows / 8) * 8;
+        if ((EPILOGUE & kBias) && i < kRows / 8) expect_biases(p, column);
+        if constexpr (EPILOGUE & kResidual) expect_residual(p, first_token + i / (kRows / 8), column);
+      }
     const int row = warp * 16 + lane / 4;
     float total[TOKENS / 2];
 #pragma unroll
@@ -232,7 +239,8 @@ __global__ void __launch_bounds__(192)
     const int token = i / kPieces, column = first_row + i % kPieces * 8;
     if (first_token + token >= p.m || column >= p.n) continue;
     const u32 at = base + 4 * (token * L::pitch + i % kPieces * 8);
-    float sum[8] = {}, bias[8] = {};
+    float sum[8] = {}, bias[1][8] = {};
+    u32 residual[1][4] = {};
 #pragma unroll
     for (int r = 0; r < CLUSTER; ++r) {
 #pragma unroll
@@ -244,8 +252,12 @@ __global__ void __launch_bounds__(192)
         sum[4 * half + 2] += v.z, sum[4 * half + 3] += v.w;
       }
     }
-    if constexpr (EPILOGUE & kBias) load_biases(p, column, bias);
-    finish<EPILOGUE>(p, sum, alpha, bias, first_token + token, column);
+    const i64 out_row = first_token + token;
+    if constexpr (EPILOGUE & kBias) load_biases<8, 1, 8>(p, column, bias);
+    if constexpr (EPILOGUE & kResidual) load_residual<8, 1, 8>(p, out_row, column, residual);
+    float value[8];
+    finish_values<EPILOGUE>(sum, alpha, bias[0], residual[0], value);
+    store_values(p, value, out_row, column);
   }
   if constexpr (CLUSTER > 1) cluster_leave();   // the others may still read the totals here
   if constexpr (MULTICAST > 1) cluster_wait();  // or write to, or arrive, here

@@ -71,6 +71,11 @@ struct Ring {
 
 // ---- TMA ----
 
+// Asks L2 for the sector at an address, and waits for nothing.
+__device__ __forceinline__ void prefetch_to_l2(const void* at) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(at));
+}
+
 __device__ __forceinline__ void prefetch_tensor_map(const TensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }

@@ -53,7 +53,11 @@ struct WgmmaFp8;
 #define FARRO_D64(C, i) FARRO_D32(C, i), FARRO_D32(C, i + 32)
 #define FARRO_D72(C, i) FARRO_D64(C, i), FARRO_D8(C, i + 64)
 #define FARRO_D80(C, i) FARRO_D64(C, i), FARRO_D16(C, i + 64)
+#define FARRO_D88(C, i) FARRO_D80(C, i), FARRO_D8(C, i + 80)
 #define FARRO_D96(C, i) FARRO_D64(C, i), FARRO_D32(C, i + 64)
+#define FARRO_D104(C, i) FARRO_D96(C, i), FARRO_D8(C, i + 96)
+#define FARRO_D112(C, i) FARRO_D96(C, i), FARRO_D16(C, i + 96)
+#define FARRO_D120(C, i) FARRO_D112(C, i), FARRO_D8(C, i + 112)
 #define FARRO_D128(C, i) FARRO_D64(C, i), FARRO_D64(C, i + 64)
 #define FARRO_T4 "%0, %1, %2, %3"
 #define FARRO_T8 FARRO_T4 ", %4, %5, %6, %7"
@@ -67,9 +71,13 @@ struct WgmmaFp8;
 #define FARRO_T64 FARRO_T56 ", %56, %57, %58, %59, %60, %61, %62, %63"
 #define FARRO_T72 FARRO_T64 ", %64, %65, %66, %67, %68, %69, %70, %71"
 #define FARRO_T80 FARRO_T72 ", %72, %73, %74, %75, %76, %77, %78, %79"
+#define FARRO_T88 FARRO_T80 ", %80, %81, %82, %83, %84, %85, %86, %87"
 #define FARRO_T96 FARRO_T64 \
   ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79" \
   ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+#define FARRO_T104 FARRO_T96 ", %96, %97, %98, %99, %100, %101, %102, %103"
+#define FARRO_T112 FARRO_T104 ", %104, %105, %106, %107, %108, %109, %110, %111"
+#define FARRO_T120 FARRO_T112 ", %112, %113, %114, %115, %116, %117, %118, %119"
 #define FARRO_T128 FARRO_T96 \
   ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111" \
   ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
@@ -109,7 +117,11 @@ FARRO_WGMMA(112, 56, 56, 57, 58)
 FARRO_WGMMA(128, 64, 64, 65, 66)
 FARRO_WGMMA(144, 72, 72, 73, 74)
 FARRO_WGMMA(160, 80, 80, 81, 82)
+FARRO_WGMMA(176, 88, 88, 89, 90)
 FARRO_WGMMA(192, 96, 96, 97, 98)
+FARRO_WGMMA(208, 104, 104, 105, 106)
+FARRO_WGMMA(224, 112, 112, 113, 114)
+FARRO_WGMMA(240, 120, 120, 121, 122)
 FARRO_WGMMA(256, 128, 128, 129, 130)
 
 }  // namespace farro
