@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 
-from farro import nvfp4
+from farro import moe, nvfp4
 from farro.arch import arch_named
 from farro.catalogue import operator_named
 from farro.dispatch import explain
@@ -211,6 +211,33 @@ def test_counts_and_plans_change_under_a_graph(generator) -> None:
         for (b_act, sfb), (codes, scales) in zip(results, every("reference")):
             assert_bit_equal(sfb, scales)
             assert_bit_equal(b_act[used], codes[used])
+
+
+@pytest.mark.gpu
+def test_tokens_quantized_once_have_the_bytes_of_each_route(generator) -> None:
+    """Weights of 1 are as good as none, but each route is then quantized by itself."""
+    for tokens, topk, experts, k in ((256, 8, 16, 2048), (600, 3, 40, 96)):
+        x = torch.randn(tokens, k, generator=generator).bfloat16().cuda()
+        ids = torch.randint(experts + 4, (tokens, topk), generator=generator).cuda()
+        gscale, ones = torch.full((1,), 5.0).cuda(), torch.ones(tokens * topk).cuda()
+        offsets, _, token, route = moe.dispatch_plan_ragged(ids, 2, experts)
+        used = torch.arange(len(token), device="cuda") < offsets[-1]
+        given = (gscale, offsets)
+        got, want = (
+            nvfp4.scatter_quant_act_ragged(x, token, route, w, *given, backend="triton")
+            for w in (None, ones)
+        )
+        assert_bit_equal(got[1], want[1])
+        assert_bit_equal(got[0][used], want[0][used])
+        counts, _, token, route = moe.dispatch_plan(ids, 2, experts, 64)
+        used = torch.arange(64, device="cuda") < counts[:, None]
+        given = (gscale, counts, 64)
+        got, want = (
+            nvfp4.scatter_quant_act_planned(x, token, route, w, *given, backend="triton")
+            for w in (None, ones)
+        )
+        assert_bit_equal(got[1], want[1])
+        assert_bit_equal(got[0][used], want[0][used])
 
 
 @pytest.mark.gpu

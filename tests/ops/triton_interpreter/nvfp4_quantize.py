@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from farro import nvfp4
+from farro import moe, nvfp4
 from farro.arch import interpreting
 from farro.catalogue import operator_named
 from farro.ops.nvfp4_quantize import triton
@@ -78,3 +78,26 @@ def test_every_value_through_silu_and_the_quantizer(generator):
     got = nvfp4.quant_rows(shuffled, one, backend="triton")
     for result, expected in zip(got, nvfp4.quant_rows(shuffled, one, backend="reference")):
         assert_bit_equal(result, expected)
+
+
+@pytest.mark.parametrize("ragged", (False, True))
+def test_tokens_quantized_once(ragged, generator, monkeypatch):
+    """As many tokens as make it worth two launches, which the interpreter need not wait for."""
+    tokens, topk, experts, k = 7, 2, 3, 64
+    x = torch.randn(tokens, k, generator=generator).bfloat16()
+    ids = torch.randint(experts + 1, (tokens, topk), generator=generator)
+    gscale = torch.tensor([3.0])
+    if ragged:
+        offsets, _, token, route = moe.dispatch_plan_ragged(ids, 0, experts)
+        given = (x, token, route, None, gscale, offsets)
+        function, used = nvfp4.scatter_quant_act_ragged, torch.arange(len(token)) < offsets[-1]
+    else:
+        counts, _, token, route = moe.dispatch_plan(ids, 0, experts, 5)
+        given = (x, token, route, None, gscale, counts, 5)
+        function, used = nvfp4.scatter_quant_act_planned, torch.arange(5) < counts[:, None]
+    want = function(*given, backend="reference")
+    for many in (0, tokens + 1):
+        monkeypatch.setattr(triton, "_MANY_TOKENS", many)
+        codes, scales = function(*given, backend="triton")
+        assert_bit_equal(scales, want[1])
+        assert_bit_equal(codes[used], want[0][used])

@@ -20,6 +20,7 @@ from .checks import source
 _INT32 = 0x7FFFFFFF
 _GRID = 65535
 _SPARE = 1 << 26  # a loop's counter passes the end by a step of all programs
+_MANY_TOKENS = 256  # from which a token is quantized once, by a launch of its own
 # 32-blocks of one tile, by how many values there are in all
 _TILES = ((64, 1 << 22), (32, 1 << 19), (16, 0))
 
@@ -323,8 +324,54 @@ def bind_quantize(config: Config) -> Callable[..., None]:
     return _Bound(config, prepare_quantize)
 
 
+class _Scatter:
+    """Routes to their rows: each quantized on its way, or copied from tokens quantized once.
+
+    A token's routes have the same bytes where neither a weight nor a gscale is theirs. Quantizing
+    is bound by arithmetic, so where tokens are many two launches take less time than one.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.direct = _Bound(config, prepare_scatter)
+        self.tokens = _Bound(config, prepare_quantize)
+        self.rows: _Bound | None = None
+
+    def __call__(
+        self,
+        a1: torch.Tensor,
+        first: torch.Tensor,
+        second: torch.Tensor,
+        topk_weights: torch.Tensor | None,
+        gscale: torch.Tensor,
+        counts: torch.Tensor,
+        by: str,
+        cap: int,
+        b_act: torch.Tensor,
+        sfb: torch.Tensor,
+    ) -> None:
+        alike = by != "routes" and topk_weights is None and gscale.shape[0] == 1
+        if not alike or a1.shape[0] < _MANY_TOKENS:
+            self.direct(a1, first, second, topk_weights, gscale, counts, by, cap, b_act, sfb)
+            return
+        tokens, blocks = a1.shape[0], sfb.shape[-1]
+        codes = torch.empty((1, tokens, 16 * blocks), dtype=torch.uint8, device=a1.device)
+        scales = torch.empty((1, tokens, blocks), dtype=torch.uint8, device=a1.device)
+        self.tokens(a1, gscale, None, None, codes, scales)
+        if self.rows is None:
+            self.rows = _Bound(copying(blocks), prepare_copy)
+        if by == "ragged":  # as one expert's
+            counts, b_act, sfb, cap = counts[-1:], b_act[None], sfb[None], sfb.shape[0]
+        self.rows(codes[0], scales[0], first, counts, cap, b_act, sfb)
+
+
+def copying(blocks: int) -> Config:
+    """For copy_rows and rows of so many blocks: 16 bytes a thread."""
+    tile = max(8, min(128, 1 << (blocks - 1).bit_length()))
+    return Config(tile, max(1, tile // 32), 8192)
+
+
 def bind_scatter(config: Config) -> Callable[..., None]:
-    return _Bound(config, prepare_scatter)
+    return _Scatter(config)
 
 
 def bind_copy(config: Config) -> Callable[..., None]:
