@@ -22,6 +22,8 @@ SPREAD = (
     (Config(4, 64, 2, 3, True), False),
     (Config(4, 64, 2, 5, False), False),
     (Config(3, 128, 1, 4, False), True),
+    (Config(4, 128, 1, 6, False), False),
+    (Config(3, 192, 1, 9, False), False),
     (Config(2, 256, 1, 6, False), False),
     (Config(2, 256, 1, 6, False, pair=2), False),
 )

@@ -24,7 +24,11 @@ template <class T, class Result>
 __device__ __forceinline__ bool compute(const Problem& p, const Rows& rows, const Result& result,
                                         const Tile& tile, u8* shared, u32 base, Consumer<T>& c) {
   constexpr int W = T::TOKENS;
-  if constexpr (W >= 64) {
+  if constexpr (W == 192) {
+    if (tile.tokens <= 96) return compute<T, 96>(p, rows, result, tile, shared, base, c);
+    if (tile.tokens <= 144) return compute<T, 144>(p, rows, result, tile, shared, base, c);
+    if (tile.tokens <= 176) return compute<T, 176>(p, rows, result, tile, shared, base, c);
+  } else if constexpr (W >= 64) {
     if (tile.tokens <= W / 4) return compute<T, W / 4>(p, rows, result, tile, shared, base, c);
     if (tile.tokens <= W / 2) return compute<T, W / 2>(p, rows, result, tile, shared, base, c);
   }

@@ -104,10 +104,14 @@ __device__ __forceinline__ void multiply_tile(const Rows& rows, int valid, const
     }
     decode<T::BF16, T::CONVERT>(codes, scales, scales8, o.a);
   };
-  auto read = [&](Operand& o, int place, bool last, int here) {
+  auto read = [&](Operand& o, int place, int here) {
     if (place == 0) mbarrier_wait(base + T::full + 8 * c.ring.stage, c.ring.parity);
     if (here == 0) load(o, place);
     else load_partly(o, place, here);
+  };
+  // Once products with all that was read are issued, and not before: bulk copies that refill the stage
+  // overtake reads of shared memory whose values nothing has used yet.
+  auto give_back_weights = [&](bool last) {
     if (!last) return;
     __syncwarp();
     if (c.lane == 0) mbarrier_arrive(base + T::empty + 8 * c.ring.stage);
@@ -145,9 +149,10 @@ __device__ __forceinline__ void multiply_tile(const Rows& rows, int valid, const
     c.done.next();
   };
   constexpr int kParts = 2 / T::PART;
-  auto alone = [&](Operand& o) {  // nothing else is in flight
+  auto alone = [&](Operand& o, bool last) {  // nothing else is in flight
 #pragma unroll
     for (int part = 0; part < kParts; ++part) multiply(o, part);
+    give_back_weights(last);
     if constexpr (kParts == 2) wgmma_wait<1>(), give_back();
     wgmma_wait<0>();
     free_operand(o);
@@ -162,8 +167,8 @@ __device__ __forceinline__ void multiply_tile(const Rows& rows, int valid, const
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         Operand o;
-        read(o, T::STEP == 1 ? 0 : i, T::STEP == 1 || i == 1, 0);
-        alone(o);
+        read(o, T::STEP == 1 ? 0 : i, 0);
+        alone(o, T::STEP == 1 || i == 1);
       }
     }
     chunk += 2 * pairs;
@@ -172,8 +177,8 @@ __device__ __forceinline__ void multiply_tile(const Rows& rows, int valid, const
   for (; chunk < k.last; ++chunk) {
     const int place = T::STEP == 1 ? 0 : chunk % T::STEP;
     Operand o;
-    read(o, place, place == T::STEP - 1 || chunk == k.last - 1, min(k.steps - 4 * chunk, 4));
-    alone(o);
+    read(o, place, min(k.steps - 4 * chunk, 4));
+    alone(o, place == T::STEP - 1 || chunk == k.last - 1);
   }
   wgmma_hold(sum);
 }

@@ -49,7 +49,7 @@ struct Traits {
   static constexpr int few = TOKENS > 32 ? TOKENS / 4 : 8;  // rows of the smaller boxes
   // Units of B are halves of 128 of K where tiles are wide: more of them are on their way
   static constexpr int PART = TOKENS >= 128 ? 1 : 2;
-  static constexpr int UNITS = TOKENS == 64 && CTAS_ > 1 ? 4 : TOKENS == 64 || TOKENS == 256 ? 6 : 8;
+  static constexpr int UNITS = TOKENS == 64 && CTAS_ > 1 ? 4 : TOKENS == 64 || TOKENS > 128 ? 6 : 8;
   static constexpr int unit = PART * half, block = STEP * kTile, stage_a = CONSUMERS * block;
   // Activations of a stage as they were given: boxes of 128 bytes of each token, then scales
   static constexpr int boxes = !INSIDE ? 0 : BF16 ? 2 * STEP : 1;
@@ -61,7 +61,7 @@ struct Traits {
   static constexpr int b = 0, raw = UNITS * unit, a = raw + STAGES * stage_raw;
   static constexpr int raw_scales = a + STAGES * stage_a, sums = raw_scales + STAGES * stage_scales;
   // GATED: BF16 sums of some tokens of each consumer on their way to other threads
-  static constexpr int pass = TOKENS < 32 ? TOKENS : 32;
+  static constexpr int pass = TOKENS < 32 ? TOKENS : TOKENS == 192 ? 16 : 32;
   static constexpr int staging = sums + (SPLIT > 1 ? rows * TOKENS * 4 : 0);
   static constexpr int full = staging + (GATED ? CONSUMERS * pass * kPitch : 0), empty = full + 8 * STAGES;
   static constexpr int b_full = empty + 8 * STAGES, b_empty = b_full + 8 * UNITS;
@@ -120,13 +120,15 @@ struct Tiles {
     if (next >= end) return false;
     to_expert_of(next, first, experts, expert);
     const int there = uniform(count[expert]);
+    const int token_tiles = (there + T::TOKENS - 1) / T::TOKENS;
+    // Tiles share the rows evenly where there is a product for each width
+    const int width = T::TOKENS == 192 ? ((there + token_tiles - 1) / token_tiles + 15) / 16 * 16 : T::TOKENS;
     int token_tile;
-    tile_at(next - first[expert], (there + T::TOKENS - 1) / T::TOKENS, row_tiles, raster, token_tile,
-            tile.row_tile);
+    tile_at(next - first[expert], token_tiles, row_tiles, raster, token_tile, tile.row_tile);
     if constexpr (T::PAIR > 1) tile.row_tile = tile.row_tile * T::PAIR + cluster_rank();
-    tile.expert = expert, tile.tokens = min(there - token_tile * T::TOKENS, T::TOKENS);
+    tile.expert = expert, tile.tokens = min(there - token_tile * width, width);
     tile.first_row = (ragged ? 0 : static_cast<i64>(expert) * capacity) + start[expert] +
-                     token_tile * T::TOKENS;
+                     token_tile * width;
     next += stride;
     return true;
   }
