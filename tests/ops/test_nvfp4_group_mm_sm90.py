@@ -70,6 +70,33 @@ def test_chosen_are_the_fastest_that_were_measured():
         assert sm90_configs.heuristic(problem_of(e, m, k, cap)) == fastest
 
 
+def test_tiles_go_by_the_rows_that_are_expected():
+    """Layers of models, and the tiles that were the fastest for them or nearly."""
+    for (e, m, k, cap), expected, tokens in (
+        ((128, 1536, 2048, 128), 8, 32),
+        ((128, 1536, 2048, 16), 1, 8),
+        ((8, 28672, 4096, 128), 32, 64),
+        ((8, 28672, 4096, 16), 4, 16),
+        ((32, 4096, 7168, 128), 4, 16),
+        ((32, 4096, 7168, 4096), 512, 256),
+    ):
+        for ragged in (False, True):
+            problem = problem_of(e, m, k, cap, ragged=ragged, expected=expected)
+            assert sm90_configs.config(problem).tokens == tokens, (e, cap, expected)
+
+
+def test_tables_say_all_but_the_width(monkeypatch):
+    shared = {"backend": "cuda", "variant": "w4a4", "n": 4096, "k": 7168, "e": 32}
+    made = [Config(3, 16, 2, 8, True), Config(2, 256, 1, 6, False, raster=4, pair=2)]
+    rows = tuple({**shared, "m": m, "config": c.as_dict()} for m, c in zip((16, 512), made))
+    monkeypatch.setattr(sm90_configs, "table", lambda *_: rows)
+    for ragged in (False, True):
+        assert sm90_configs.config(problem_of(32, 4096, 7168, 16, ragged=ragged)) == made[0]
+        assert sm90_configs.config(problem_of(32, 4096, 7168, 900, ragged=ragged)) == made[1]
+        assert sm90_configs.config(problem_of(32, 4096, 7168, 8, ragged=ragged)).tokens == 8
+    assert sm90_configs.config(problem_of(32, 4096, 7168, 16, coded=False)).consumers == 4
+
+
 def test_few_tokens_take_tiles_that_fill_the_device():
     alone = sm90_configs.heuristic(problem_of(1, 2048, 7168, 4))
     assert alone.tile == (8, 64) and alone.split == 4

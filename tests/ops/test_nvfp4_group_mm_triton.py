@@ -22,7 +22,7 @@ def test_in_the_interpreter():
     run_again("nvfp4_group_mm.py")
 
 
-def problem_of(e, m, k, cap, coded=True, ragged=False, tactic=0, arch="sm_90"):
+def problem_of(e, m, k, cap, coded=True, ragged=False, tactic=0, arch="sm_90", expected=0):
     def meta(dtype, *shape):
         return torch.empty(shape, dtype=dtype, device="meta")
 
@@ -37,7 +37,7 @@ def problem_of(e, m, k, cap, coded=True, ragged=False, tactic=0, arch="sm_90"):
     )
     name = "group_mm_ragged" if ragged else "group_mm"
     out = meta(brain, *rows, m)
-    return product.problem_of(name, out, operands, (tactic, 1, 1), arch_named(arch))
+    return product.problem_of(name, out, operands, (tactic, 1, 1), arch_named(arch), expected)
 
 
 def test_chosen_configurations_are_legal():

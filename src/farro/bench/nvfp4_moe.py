@@ -65,6 +65,7 @@ class Layer:
     down: Weight
     first: torch.Tensor  # gscale of the layer's input
     second: torch.Tensor  # gscale between the products
+    total: int  # experts on all ranks
 
     @functools.cached_property
     def alphas(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -77,7 +78,8 @@ class Layer:
 
     def module(self, capacity: int | None = None) -> SparseNVFP4Experts:
         sizes = self.experts, self.down.n, self.down.k
-        made = SparseNVFP4Experts(*sizes, capacity=capacity, device="meta")
+        more: dict[str, Any] = {"capacity": capacity, "total_experts": self.total}
+        made = SparseNVFP4Experts(*sizes, **more, device="meta")
         made.gate_up, made.down = self.gate_up.module(), self.down.module()
         made.input_gscale, made.middle_gscale = self.first, self.second
         made.derive_alphas_()
@@ -92,6 +94,10 @@ class Inputs:
     ids: torch.Tensor
     weights: torch.Tensor
     cap: int
+
+    def rows(self, experts: int) -> int:
+        """What one of so many experts has on average, as layers tell the products."""
+        return max(1, self.ids.numel() // experts)
 
 
 def _gate_up(layer: Layer, counts: torch.Tensor, codes: Any) -> tuple[Any, ...]:
@@ -160,7 +166,8 @@ def _forms(inputs: Inputs, layer: Layer) -> dict[str, Form]:
     given = (x, token, route, None, layer.first, counts, cap)
     codes = scatter_quant_act_planned(*given)
     fused = (*_gate_up(layer, counts, codes), layer.second, up.n, up.k)
-    middle = group_mm_swiglu_quant(*fused)
+    expected: dict[str, Any] = {"expected_rows": inputs.rows(layer.total)}
+    middle = group_mm_swiglu_quant(*fused, **expected)
     known = counts.tolist()
     used = sum(known)
     mine = torch.arange(cap, device=x.device) < counts.unsqueeze(1)
@@ -191,7 +198,7 @@ def _forms(inputs: Inputs, layer: Layer) -> dict[str, Form]:
         operands: tuple[Any, ...] = (*_gate_up(layer, counts, codes), up.n, up.k)
 
         def call() -> Any:
-            group_mm(both, *operands)
+            group_mm(both, *operands, **expected)
             return silu_mul_quant_act(both, layer.second, counts, down.n)
 
         yield Subject("farro auto, two calls", "farro", call, value)
@@ -251,8 +258,11 @@ def build(sizes: Sizes, options: Options) -> Case:
         down=weight(experts, hidden, inner, device),
         first=factor(x),
         second=torch.full((1,), 448 * 6 / _LARGEST, device=device),
+        total=more["all"],
     )
-    form = _forms(Inputs(x, ids, weights, cap), layer)[options.variant]
+    inputs = Inputs(x, ids, weights, cap)
+    form = _forms(inputs, layer)[options.variant]
+    whole = options.variant == "layer"
     active, used = len(set(ids[ids < experts].tolist())), int((ids < experts).sum())
     return Case(
         sizes={"m": tokens, "n": inner, "k": hidden, **more, "cap": cap},
@@ -261,7 +271,7 @@ def build(sizes: Sizes, options: Options) -> Case:
         nbytes=sum(made.nbytes(active) for made in form.products) + form.moved,
         function=form.function,
         args=form.args,
-        kwargs={},
+        kwargs={} if whole else {"expected_rows": inputs.rows(layer.total)},
         truth=functools.cache(form.truth),
         peers=lambda: form.peers(options),
         extra=form.extra,

@@ -42,6 +42,8 @@ class SparseNVFP4Experts(ExactFloats):
         capacity: None: no route is dropped, and memory goes by routes. A number: rows of each
             expert in the padded layout, where routes beyond are dropped, and memory is
             E * capacity rows; what engines use that fix it for a batch.
+        total_experts: how many the router chooses among, on all ranks; None for num_experts.
+            How many rows an expert may expect, and so the tiles of the products, go by it.
         backend: what the products are asked for: "auto", "reference", "cpu", "triton", "cuda".
             The routing and the quantizers follow it where they have that back end.
         device: where the module is made.
@@ -75,6 +77,7 @@ class SparseNVFP4Experts(ExactFloats):
         beta: float = 1.0,
         linear_beta: float = -1.0,
         capacity: int | None = None,
+        total_experts: int | None = None,
         backend: str = "auto",
         device: torch.device | str | None = None,
     ) -> None:
@@ -87,6 +90,8 @@ class SparseNVFP4Experts(ExactFloats):
         check_backend(_NAME, backend)
         if capacity is not None:
             check_size(_NAME, "capacity", capacity)
+        if total_experts is not None:
+            check_size(_NAME, "total_experts", total_experts)
         if activation not in ACTIVATIONS:
             known = " or ".join(map(repr, ACTIVATIONS))
             raise ValueError(f"{_NAME}: activation is {activation!r}; needed {known}")
@@ -94,6 +99,7 @@ class SparseNVFP4Experts(ExactFloats):
         self.hidden_size, self.intermediate_size = hidden_size, intermediate_size
         self.activation, self.beta, self.linear_beta = activation, beta, linear_beta
         self.capacity, self.backend = capacity, backend
+        self.total_experts = max(total_experts or 0, num_experts)
         self.gate_up = CompressedWeight(
             num_experts, 2 * intermediate_size, hidden_size, device=device
         )
@@ -118,6 +124,7 @@ class SparseNVFP4Experts(ExactFloats):
         beta: float = 1.0,
         linear_beta: float = -1.0,
         capacity: int | None = None,
+        total_experts: int | None = None,
         backend: str = "auto",
     ) -> SparseNVFP4Experts:
         """Prune, quantize and compress dense weights, an expert at a time, on their device.
@@ -151,6 +158,7 @@ class SparseNVFP4Experts(ExactFloats):
             beta=beta,
             linear_beta=linear_beta,
             capacity=capacity,
+            total_experts=total_experts,
             backend=backend,
             device=down.device,
         )
@@ -209,7 +217,8 @@ class SparseNVFP4Experts(ExactFloats):
         both = torch.empty(shape, dtype=x.dtype, device=x.device)
         sizes = up.shape[1:]
         operands = (*up.parts, *codes, self._gate_up_alphas, offsets)
-        group_mm_ragged(both, *operands, *sizes, backend=self.backend)
+        how_many = self._expected(ids)
+        group_mm_ragged(both, *operands, *sizes, expected_rows=how_many, backend=self.backend)
         # all experts share a gscale, so their rows may be quantized as one expert's
         middle = silu_mul_quant_act(
             *(both[None], self.middle_gscale, offsets[-1:], self.hidden_size),
@@ -219,7 +228,8 @@ class SparseNVFP4Experts(ExactFloats):
         codes = middle[0][0], middle[1][0]
         fused = torch.empty(token.shape[0], self.hidden_size, dtype=x.dtype, device=x.device)
         operands = (*down.parts, *codes, self._down_alphas, offsets)
-        group_mm_ragged(fused, *operands, *down.shape[1:], backend=self.backend)
+        sizes = down.shape[1:]
+        group_mm_ragged(fused, *operands, *sizes, expected_rows=how_many, backend=self.backend)
         return fused, dest
 
     def _padded(self, x: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -231,16 +241,26 @@ class SparseNVFP4Experts(ExactFloats):
         codes = scatter_quant_act_planned(
             x, token, route, None, self.input_gscale, counts, cap, backend=how
         )
-        return self.products(*codes, counts), dest
+        return self.products(*codes, counts, expected_rows=self._expected(ids)), dest
+
+    def _expected(self, ids: torch.Tensor) -> int:
+        """How many rows an expert has on average; 1 at least, for 0 says nothing."""
+        return max(1, ids.shape[0] * ids.shape[1] // self.total_experts)
 
     def products(
-        self, b_act: torch.Tensor, sfb: torch.Tensor, expert_num_tokens: torch.Tensor
+        self,
+        b_act: torch.Tensor,
+        sfb: torch.Tensor,
+        expert_num_tokens: torch.Tensor,
+        *,
+        expected_rows: int = 0,
     ) -> torch.Tensor:
         """Both products of rows in the padded layout, quantized with input_gscale.
 
         Args:
             b_act, sfb: uint8 [E, cap, H/2] and [E, cap, H/32], as scatter_fp4_planned gives them.
             expert_num_tokens: int32 [E].
+            expected_rows: as farro.nvfp4.group_mm takes it.
 
         Returns:
             bf16 [E, cap, H], not weighted; unspecified past an expert's tokens.
@@ -250,12 +270,14 @@ class SparseNVFP4Experts(ExactFloats):
             *(*up.parts, b_act, sfb, self._gate_up_alphas, counts, self.middle_gscale),
             *up.shape[1:],
             **self._gating,
+            expected_rows=expected_rows,
             backend=self.backend,
         )
         shape = (*b_act.shape[:2], self.hidden_size)
         fused = torch.empty(shape, dtype=torch.bfloat16, device=b_act.device)
         operands = (*down.parts, *codes, self._down_alphas, counts)
-        group_mm(fused, *operands, *down.shape[1:], backend=self.backend)
+        sizes = down.shape[1:]
+        group_mm(fused, *operands, *sizes, expected_rows=expected_rows, backend=self.backend)
         return fused
 
     def select(self, first: int, last: int) -> SparseNVFP4Experts:
@@ -273,6 +295,7 @@ class SparseNVFP4Experts(ExactFloats):
             first_expert=self.first_expert + first,
             **self._gating,
             capacity=self.capacity,
+            total_experts=self.total_experts,
             backend=self.backend,
             device="meta",
         )

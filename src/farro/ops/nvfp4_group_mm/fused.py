@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ...checks import check_size
 from ...dispatch import Kernel, Operator, not_installed
 from ...functional import Functional
 from ...problem import Problem, TensorSpec
@@ -19,6 +20,7 @@ from . import product, sm90_configs, sm90_gated
 from .checks import check_operands, check_types
 
 _NAME = "group_mm_swiglu_quant"
+_CHOICE = ("config_id", "cluster", "expected_rows")
 _OPERANDS = ("a_comp", "e_meta", "sfa", "b_act", "sfb", "alphas", "expert_num_tokens")
 
 
@@ -41,7 +43,7 @@ def _problems(problem: Problem) -> tuple[Problem, Problem]:
     stride = (rows * features, features, 1)
     between = TensorSpec((e, rows, features), stride, torch.bfloat16)
     tensors = dict(problem.tensors)
-    params = tuple((name, problem.param(name)) for name in ("config_id", "cluster"))
+    params = tuple((name, problem.param(name)) for name in _CHOICE)
     operands = tuple((name, tensors[name]) for name in _OPERANDS)
     first = Problem("nvfp4_group_mm", problem.arch, (("out", between), *operands), params)
     given = tuple((name, tensors[name]) for name in ("gscale", "expert_num_tokens"))
@@ -73,9 +75,6 @@ def _one_launch() -> Kernel:
         one, _ = _problems(problem)
         return multiply.must_run(one) and why_not(problem) is None
 
-    def candidates(problem: Problem) -> list[sm90_configs.Config]:
-        return sm90_gated.candidates(problem, multiply.config(_problems(problem)[0]))
-
     return Kernel(
         "nvfp4_group_mm_swiglu_quant.cuda_sm90",
         "cuda",
@@ -85,7 +84,6 @@ def _one_launch() -> Kernel:
         why_not=why_not,
         config=config,
         must_run=must_run,
-        configs=candidates,
     )
 
 
@@ -194,9 +192,10 @@ OPERATOR = Operator(
 
 
 def _check_types(*given: Any) -> None:
-    operands, gscale, (features, k, *tactic), how = given[:7], given[7], given[8:13], given[13:]
+    operands, gscale, (features, k, *tactic), how = given[:7], given[7], given[8:13], given[13:17]
     check_types(_NAME, operands, features, k, tactic, "auto", gscale=gscale)
     check_activation(_NAME, *how)
+    check_size(_NAME, "expected_rows", given[17])
 
 
 def _check(*given: Any) -> None:
@@ -217,7 +216,8 @@ def _problem(*given: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     return tensors, {
         "config_id": given[10],
         "cluster": (given[11], given[12]),
-        "activation": gating(*given[13:]),
+        "expected_rows": given[17],
+        "activation": gating(*given[13:17]),
     }
 
 
@@ -227,14 +227,14 @@ _fused = Functional(
     "nvfp4_group_mm_swiglu_quant(Tensor a_comp, Tensor e_meta, Tensor sfa, Tensor b_act, "
     "Tensor? sfb, Tensor alphas, Tensor expert_num_tokens, Tensor gscale, SymInt features, "
     "SymInt k, int config_id, int cluster_m, int cluster_n, bool interleaved, str activation, "
-    "float beta, float linear_beta) -> (Tensor, Tensor)",
+    "float beta, float linear_beta, SymInt expected_rows) -> (Tensor, Tensor)",
     check_types=_check_types,
     check=_check,
     outputs=lambda a_comp, e_meta, sfa, b_act, *_: dense.quantized(
         b_act, *b_act.shape[:-1], a_comp.shape[1] // 2
     ),
     problem=_problem,
-    launch=lambda run, *given: run(*given[:8], gating(*given[13:17]), *given[17:]),
+    launch=lambda run, *given: run(*given[:8], gating(*given[13:17]), *given[18:]),
 )
 
 
@@ -258,6 +258,7 @@ def group_mm_swiglu_quant(
     beta: float = 1.0,
     linear_beta: float = -1.0,
     *,
+    expected_rows: int = 0,
     backend: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The gate-and-up product of each expert, its gated activation, and the result in NVFP4.
@@ -270,7 +271,7 @@ def group_mm_swiglu_quant(
 
     Args:
         a_comp, e_meta, sfa, b_act, sfb, alphas, expert_num_tokens, k, config_id, cluster_m,
-            cluster_n, backend: as group_mm takes them.
+            cluster_n, expected_rows, backend: as group_mm takes them.
         gscale: fp32 [E] or [1], the factor of the activations that this makes.
         features: 2N, the rows of gate and up together, a multiple of 64.
         interleaved: the weight's rows are [gate | up], or in the order of interleave_gate_up_rows.
@@ -285,7 +286,7 @@ def group_mm_swiglu_quant(
     tactic = (config_id, cluster_m, cluster_n)
     result: tuple[torch.Tensor, torch.Tensor] = _fused(
         *(a_comp, e_meta, sfa, b_act, sfb, alphas, expert_num_tokens, gscale, features, k),
-        *(*tactic, interleaved, activation, beta, linear_beta),
+        *(*tactic, interleaved, activation, beta, linear_beta, expected_rows),
         backend=backend,
     )
     return result

@@ -9,7 +9,7 @@ import torch
 
 from ..._ops import define, is_plain, ops
 from ...arch import Arch
-from ...checks import check_no_overlap
+from ...checks import check_no_overlap, check_size
 from ...dispatch import Kernel, Operator, explained_by, remember, select
 from ...problem import Problem, kind_of
 from . import cpu, sm90_configs, tactics, triton
@@ -87,9 +87,14 @@ def problem_of(
     operands: Operands,
     tactic: tuple[int, int, int],
     arch: Arch | None = None,
+    expected_rows: int = 0,
 ) -> Problem:
     names = ("out", "a_comp", "e_meta", "sfa", "b_act", "sfb", "alphas", count_name(name))
-    params = {"config_id": tactic[0], "cluster": tuple(tactic[1:])}
+    params = {
+        "config_id": tactic[0],
+        "cluster": tuple(tactic[1:]),
+        "expected_rows": expected_rows,
+    }
     return Problem.of("nvfp4_group_mm", dict(zip(names, (out, *operands))), params, arch)
 
 
@@ -100,9 +105,11 @@ def _check(
     features: int,
     k: int,
     tactic: Sequence[int],
+    expected_rows: int,
     backend: str,
 ) -> None:
     check_types(name, operands, features, k, tactic, backend, out=out)
+    check_size(name, "expected_rows", expected_rows)
     check_operands(name, operands, features, k)
     check_out(name, out, operands[3], features)
 
@@ -117,13 +124,15 @@ def _launch(
     features: int,
     k: int,
     tactic: tuple[int, int, int],
+    expected_rows: int,
     backend: str,
 ) -> None:
-    key = (*map(kind_of, (out, *operands)), features, k, tactic, backend)
+    key = (*map(kind_of, (out, *operands)), features, k, tactic, expected_rows, backend)
     run = _RUNNERS.get(key)
     if run is None:
-        _check(name, out, operands, features, k, tactic, backend)
-        run = select(OPERATOR, problem_of(name, out, operands, tactic), backend).run
+        _check(name, out, operands, features, k, tactic, expected_rows, backend)
+        problem = problem_of(name, out, operands, tactic, expected_rows=expected_rows)
+        run = select(OPERATOR, problem, backend).run
         remember(_RUNNERS, key, run)
     if out.numel():
         inputs = dict(zip(("a_comp", "e_meta", "sfa", "b_act", "sfb", "alphas"), operands))
@@ -146,11 +155,12 @@ def _implementation(
     config_id: int,
     cluster_m: int,
     cluster_n: int,
+    expected_rows: int,
     backend: str,
 ) -> None:
     operands = (a_comp, e_meta, sfa, b_act, sfb, alphas, counts)
     tactic = (config_id, cluster_m, cluster_n)
-    _launch(_PADDED, out, operands, features, k, tactic, backend)
+    _launch(_PADDED, out, operands, features, k, tactic, expected_rows, backend)
 
 
 def _ragged_implementation(
@@ -165,20 +175,21 @@ def _ragged_implementation(
     features: int,
     k: int,
     config_id: int,
+    expected_rows: int,
     backend: str,
 ) -> None:
     operands = (a_comp, e_meta, sfa, b_act, sfb, alphas, offsets)
-    _launch(_RAGGED, out, operands, features, k, (config_id, 1, 1), backend)
+    _launch(_RAGGED, out, operands, features, k, (config_id, 1, 1), expected_rows, backend)
 
 
 def _fake(out: torch.Tensor, *given: Any) -> None:
-    features, k, *tactic, backend = given[7:]
-    _check(_PADDED, out, given[:7], features, k, tactic, backend)
+    features, k, *tactic, expected_rows, backend = given[7:]
+    _check(_PADDED, out, given[:7], features, k, tactic, expected_rows, backend)
 
 
 def _ragged_fake(out: torch.Tensor, *given: Any) -> None:
-    features, k, config_id, backend = given[7:]
-    _check(_RAGGED, out, given[:7], features, k, (config_id, 1, 1), backend)
+    features, k, config_id, expected_rows, backend = given[7:]
+    _check(_RAGGED, out, given[:7], features, k, (config_id, 1, 1), expected_rows, backend)
 
 
 _TENSORS = (
@@ -186,13 +197,14 @@ _TENSORS = (
     "Tensor alphas, Tensor counts, SymInt features, SymInt k, int config_id"
 )
 define(
-    f"nvfp4_group_mm({_TENSORS}, int cluster_m, int cluster_n, str backend) -> ()",
+    f"nvfp4_group_mm({_TENSORS}, int cluster_m, int cluster_n, SymInt expected_rows, "
+    "str backend) -> ()",
     _implementation,
     _fake,
     grad=False,
 )
 define(
-    f"nvfp4_group_mm_ragged({_TENSORS}, str backend) -> ()",
+    f"nvfp4_group_mm_ragged({_TENSORS}, SymInt expected_rows, str backend) -> ()",
     _ragged_implementation,
     _ragged_fake,
     grad=False,
@@ -214,13 +226,15 @@ def _describe(
     cluster_m: int = 1,
     cluster_n: int = 1,
     *,
+    expected_rows: int = 0,
     backend: str = "auto",
     arch: Arch | None = None,
 ) -> tuple[Operator, Problem, str]:
     operands = (a_comp, e_meta, sfa, b_act, sfb, alphas, expert_num_tokens)
     tactic = (config_id, cluster_m, cluster_n)
-    _check(_PADDED, out, operands, features, k, tactic, backend)
-    return OPERATOR, problem_of(_PADDED, out, operands, tactic, arch), backend
+    _check(_PADDED, out, operands, features, k, tactic, expected_rows, backend)
+    problem = problem_of(_PADDED, out, operands, tactic, arch, expected_rows)
+    return OPERATOR, problem, backend
 
 
 def _describe_ragged(
@@ -236,13 +250,15 @@ def _describe_ragged(
     k: int,
     config_id: int = 0,
     *,
+    expected_rows: int = 0,
     backend: str = "auto",
     arch: Arch | None = None,
 ) -> tuple[Operator, Problem, str]:
     operands = (a_comp, e_meta, sfa, b_act, sfb, alphas, expert_offsets)
     tactic = (config_id, 1, 1)
-    _check(_RAGGED, out, operands, features, k, tactic, backend)
-    return OPERATOR, problem_of(_RAGGED, out, operands, tactic, arch), backend
+    _check(_RAGGED, out, operands, features, k, tactic, expected_rows, backend)
+    problem = problem_of(_RAGGED, out, operands, tactic, arch, expected_rows)
+    return OPERATOR, problem, backend
 
 
 @explained_by(_describe)
@@ -261,6 +277,7 @@ def group_mm(
     cluster_m: int = 1,
     cluster_n: int = 1,
     *,
+    expected_rows: int = 0,
     backend: str = "auto",
 ) -> torch.Tensor:
     """Products of each expert's tokens with its paired-4:8 sparse NVFP4 weight, in one launch:
@@ -283,6 +300,9 @@ def group_mm(
         k: K, the in-features. A multiple of 32, 0 too.
         config_id, cluster_m, cluster_n: a tactic (see all_tactics); 0, 1, 1 leaves the choice to
             the kernel.
+        expected_rows: how many rows an expert has on average, where the caller knows it and max_n
+            says little; 0 where not. Tiles are chosen by it, and with them perhaps the order of
+            the sum.
         backend: "auto", "reference", "cpu", "triton" or "cuda"; an explicit one never falls back.
         All tensors contiguous, on one device. E is 1 to 4096.
 
@@ -296,8 +316,9 @@ def group_mm(
     operands = (a_comp, e_meta, sfa, b_act, sfb, alphas, expert_num_tokens)
     tactic = (config_id, cluster_m, cluster_n)
     check_types(_PADDED, operands, features, k, tactic, backend, out=out)
+    check_size(_PADDED, "expected_rows", expected_rows)
     call = _implementation if is_plain(out, *operands) else ops.nvfp4_group_mm
-    call(out, *operands, features, k, *tactic, backend)
+    call(out, *operands, features, k, *tactic, expected_rows, backend)
     return out
 
 
@@ -315,6 +336,7 @@ def group_mm_ragged(
     k: int,
     config_id: int = 0,
     *,
+    expected_rows: int = 0,
     backend: str = "auto",
 ) -> torch.Tensor:
     """group_mm on rows that are sorted by expert, without padding:
@@ -335,6 +357,7 @@ def group_mm_ragged(
     """
     operands = (a_comp, e_meta, sfa, b_act, sfb, alphas, expert_offsets)
     check_types(_RAGGED, operands, features, k, (config_id, 1, 1), backend, out=out)
+    check_size(_RAGGED, "expected_rows", expected_rows)
     call = _ragged_implementation if is_plain(out, *operands) else ops.nvfp4_group_mm_ragged
-    call(out, *operands, features, k, config_id, backend)
+    call(out, *operands, features, k, config_id, expected_rows, backend)
     return out

@@ -9,17 +9,27 @@ from typing import Any
 
 from ...problem import Problem
 from ...tuning import nearest, table, takes
-from .tactics import illegal, tactic_of
+from .tactics import illegal, rows_of, tactic_of, variant_of
 
 SHARED_LIMIT = 232448  # bytes a CTA may use on SM90
 _SHARED_OF_SM = 233472  # of which each CTA costs 1 KiB more than it uses
 _ALIGNMENT = 1024  # of shared memory, for the 128-byte swizzle
 _TILE = 2816  # bytes of 64 rows x 128 of K, as in sm90_tiles.cuh
 _PITCH = 144  # bytes of one token's sums on their way to the gated activation
-FEW, _MANY = (8, 16, 32), (64, 128, 256)  # tokens of a tile
+FEW = (8, 16, 32)  # tokens of a tile whose weights' bytes bound it
+_WIDTHS = (*FEW, 64, 128, 256)  # that the heuristic chooses among
 # Tiles whose activations may be expanded in the product, and by a launch before it
-_EXPAND = {True: (8, 16, 32, 64), False: (64, 128, 256)}
-_CONSUMERS = {8: 6, 16: 6, 32: 5, 64: 4, 128: 3, 256: 2}  # the most that have registers for them
+_EXPAND = {True: (8, 16, 32, 64), False: (64, 128, 192, 256)}
+_CONSUMERS = {
+    8: 6,
+    16: 6,
+    32: 5,
+    64: 4,
+    128: 4,
+    192: 3,
+    256: 2,
+}  # the most that have registers for them
+_TALLEST = {128: 3, 256: 2}  # that the heuristic takes, of 4 otherwise
 _SPLITS = (1, 2, 4)
 _MOST_STAGES = 12
 _LONGEST = 2**31 - 2**10  # a row's index plus a tile stays an int
@@ -47,7 +57,7 @@ class Config:
     @property
     def units(self) -> tuple[int, int]:
         """Units of the operand's ring, and halves of 128 of K in each."""
-        count = {64: 6 if self.ctas == 1 else 4, 256: 6}.get(self.tokens, 8)
+        count = {64: 6 if self.ctas == 1 else 4, 192: 6, 256: 6}.get(self.tokens, 8)
         return count, 1 if self.tokens >= 128 else 2
 
     @property
@@ -78,7 +88,7 @@ def shared_bytes(config: Config, experts: int, bf16: bool = True, gated: bool = 
         stage += 4 * c.tokens * 128 if bf16 else c.tokens * (128 + 4 * c.step)
     sums = c.rows * c.tokens * 4 if c.split > 1 else 0
     operand = units * (part * c.tokens * 128 + 16)
-    staging = c.consumers * min(c.tokens, 32) * _PITCH if gated else 0
+    staging = c.consumers * (16 if c.tokens == 192 else min(c.tokens, 32)) * _PITCH if gated else 0
     return c.stages * stage + operand + sums + staging + 4 * (3 * experts + 1) + _ALIGNMENT
 
 
@@ -94,7 +104,7 @@ def registers(config: Config) -> int:
 
 def _needed(config: Config) -> int:
     """Registers that sums, an operand and addresses take; with fewer ptxas serializes."""
-    return config.tokens // 2 + (64 if config.tokens < 64 else 60)
+    return config.tokens // 2 + (64 if config.tokens < 64 else 60 if config.tokens == 64 else 48)
 
 
 def refuses(config: Config, experts: int = 1, bf16: bool = True, gated: bool = False) -> str | None:
@@ -145,25 +155,17 @@ def configs(experts: int, bf16: bool = True, gated: bool = False) -> Iterator[Co
                         yield deep
 
 
-def _tokens_of(problem: Problem) -> int:
-    """Rows of an expert, as far as the host knows: their capacity, or what they have on average."""
-    rows = problem.spec("out").shape[-2]
-    if len(problem.spec("out").shape) == 3:
-        return rows
-    return -(-rows // problem.spec("a_comp").shape[0])
-
-
 def heuristic(problem: Problem) -> Config:
     """The narrowest tile that holds an expert's tokens; the tallest that leaves enough tiles."""
     experts, m, quarter = problem.spec("a_comp").shape
-    tactic, tokens = tactic_of(problem), _tokens_of(problem)
+    tactic, tokens = tactic_of(problem), rows_of(problem)
     processors = problem.arch.multiprocessors
-    width = tactic.tokens or next((w for w in (*FEW, *_MANY) if w >= tokens), _MANY[-1])
+    width = tactic.tokens or next((w for w in _WIDTHS if w >= tokens), _WIDTHS[-1])
 
     def tiles(consumers: int) -> int:
         return experts * -(-m // (64 * consumers)) * -(-max(tokens, 1) // width)
 
-    consumers = tactic.rows // 64 if tactic.tokens else min(4, _CONSUMERS[width])
+    consumers = tactic.rows // 64 if tactic.tokens else _TALLEST.get(width, 4)
     split = tactic.split_k if tactic.tokens else 1
     if not tactic.tokens:
         while width in FEW and consumers > 1 and tiles(consumers) * 4 < processors * 3:
@@ -185,24 +187,29 @@ def heuristic(problem: Problem) -> Config:
 def config(problem: Problem) -> Config:
     """The tuned table's configuration for the nearest problem, else the heuristic's."""
     experts, m, quarter = problem.spec("a_comp").shape
-    tactic = tactic_of(problem)
-    legal = takes(Config, lambda c: refuses(c, experts, problem["sfb"] is None))
+    guess, bf16 = heuristic(problem), problem["sfb"] is None
+    if tactic_of(problem).tokens:
+        return guess
 
-    if tactic.tokens:
-        return heuristic(problem)
-    ragged = len(problem.spec("out").shape) == 2
-    found = nearest(
-        table("nvfp4_group_mm", problem.arch.device),
-        {"backend": "cuda", "coded": problem["sfb"] is not None, "ragged": ragged},
-        {"m": problem.spec("out").shape[-2], "e": experts, "n": m, "k": quarter * 4},
-        legal,
-    )
-    return heuristic(problem) if found is None else Config(**found)
+    def reason(c: Config) -> str | None:
+        # the width goes by the rows, which problems nearby in other sizes need not have
+        if c.tokens != guess.tokens and min(c.tokens, guess.tokens) < 128:
+            return "its tiles are for other numbers of rows"
+        return refuses(c, experts, bf16)
+
+    rows = table("nvfp4_group_mm", problem.arch.device)
+    sizes = {"m": rows_of(problem), "e": experts, "n": m, "k": quarter * 4}
+    for variant in dict.fromkeys((variant_of(problem), "w4a16" if bf16 else "w4a4")):
+        exact = {"backend": "cuda", "variant": variant}
+        found = nearest(rows, exact, sizes, takes(Config, reason))
+        if found is not None:
+            return Config(**found)
+    return guess
 
 
 def candidates(problem: Problem) -> list[Config]:
     """Those that a tuner may time."""
-    experts, tokens = problem.spec("a_comp").shape[0], _tokens_of(problem)
+    experts, tokens = problem.spec("a_comp").shape[0], rows_of(problem)
     tactic = tactic_of(problem)
     if tactic.tokens:
         return [heuristic(problem)]

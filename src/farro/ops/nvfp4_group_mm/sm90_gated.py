@@ -9,12 +9,9 @@ import torch
 
 from ...cuda.fp8.gemm import Prepared
 from ...problem import Problem
-from ...tuning import nearest, table, takes
 from ..nvfp4_quantize.activation import Gated
-from . import sm90_configs
 from .sm90 import Gate, launches, room_for
 from .sm90_configs import Config, refuses
-from .tactics import tactic_of
 
 
 def _facts(problem: Problem) -> tuple[int, bool]:
@@ -37,26 +34,10 @@ def fit(product: Config, problem: Problem) -> Config | None:
 
 
 def config(problem: Problem, product: Config) -> Config:
-    """The tuned table's configuration for the nearest problem, else as the product's own."""
-    experts, bf16 = _facts(problem)
+    """The product's own, so that the fused form has its bits."""
     own = fit(product, problem)
     assert own is not None
-
-    def reason(c: Config) -> str | None:
-        if c.split != product.split:
-            return "sums in another order than the product's"
-        return refuses(c, experts, bf16, gated=True)
-
-    if tactic_of(problem).tokens:
-        return own
-    _, m, quarter = problem.spec("a_comp").shape
-    found = nearest(
-        table("nvfp4_group_mm_swiglu_quant", problem.arch.device),
-        {"backend": "cuda", "coded": not bf16},
-        {"m": problem.spec("b_act").shape[1], "e": experts, "n": m, "k": quarter * 4},
-        takes(Config, reason),
-    )
-    return own if found is None else Config(**found)
+    return own
 
 
 def why_not(problem: Problem, product: Config) -> str | None:
@@ -70,17 +51,6 @@ def why_not(problem: Problem, product: Config) -> str | None:
     if fit(product, problem) is None:
         return f"no room for the tables of {_facts(problem)[0]} experts"
     return None
-
-
-def candidates(problem: Problem, product: Config) -> list[Config]:
-    """Those that a tuner may time: sums in the product's order."""
-    experts, bf16 = _facts(problem)
-    tokens = problem.spec("b_act").shape[1]
-    found = []
-    for c in sm90_configs.configs(experts, bf16, gated=True):
-        if c.split == product.split and sm90_configs.plausible(c, tokens):
-            found.append(c)
-    return found
 
 
 class _Bound:

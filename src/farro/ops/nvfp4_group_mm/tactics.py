@@ -6,6 +6,7 @@ to the kernel.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,6 +107,30 @@ def tactic_of(problem: Problem) -> Tactic:
     config_id = problem.param("config_id")
     assert isinstance(config_id, int)
     return TACTICS[config_id]
+
+
+def rows_of(problem: Problem) -> int:
+    """About how many rows the fullest experts have, for a choice of tiles.
+
+    The capacity, and ragged the average, unless the caller expects fewer.
+    """
+    shape = problem.spec("out").shape
+    mean = -(-shape[0] // problem.spec("a_comp").shape[0])
+    rows = shape[-2] if len(shape) == 3 else mean
+    expected = problem.param("expected_rows")
+    assert isinstance(expected, int)
+    if not expected:
+        return rows
+    # routers spread tokens over experts unevenly: a chance for each, and some experts preferred
+    fullest = math.ceil(expected + 3 * math.sqrt(expected))
+    return min(shape[-2], fullest)
+
+
+def variant_of(problem: Problem) -> str:
+    """As the benchmark names the forms that a table is tuned for."""
+    if problem["sfb"] is None:
+        return "w4a16"
+    return "w4a4" if len(problem.spec("out").shape) == 3 else "ragged"
 
 
 def illegal(problem: Problem) -> str | None:

@@ -14,7 +14,7 @@ from ...dispatch import remember
 from ...problem import Problem, TensorSpec
 from ...triton_launch import Launcher, specialization
 from ...tuning import nearest, table, takes
-from .tactics import illegal, tactic_of
+from .tactics import illegal, rows_of, tactic_of, variant_of
 
 _INT32 = 0x7FFFFFFF
 _WIDTHS = (16, 32, 64, 128)
@@ -92,25 +92,12 @@ def _fit(rows: int, tokens: int, problem: Problem) -> Config:
     return Config(rows, tokens, warps, 2 if overlaps else 1)
 
 
-def _rows(problem: Problem) -> int:
-    """What an expert has at most; ragged, on average."""
-    shape = problem.spec("out").shape
-    return shape[-2] if len(shape) == 3 else -(-shape[0] // problem.spec("a_comp").shape[0])
-
-
-def _variant(problem: Problem) -> str:
-    """As the benchmark names the forms that a table is tuned for."""
-    if problem["sfb"] is None:
-        return "w4a16"
-    return "w4a4" if len(problem.spec("out").shape) == 3 else "ragged"
-
-
 def heuristic(problem: Problem) -> Config:
     """The narrowest tile that holds an expert's tokens, as far as their capacity tells."""
     tactic = tactic_of(problem)
     if tactic.tokens:
         return _fit(tactic.rows, tactic.tokens, problem)
-    rows = _rows(problem)
+    rows = rows_of(problem)
     tokens = next((width for width in _WIDTHS if width >= rows), _WIDTHS[-1])
     return _fit(64, tokens, problem)
 
@@ -122,8 +109,8 @@ def config(problem: Problem) -> Config:
 
     found = nearest(
         table("nvfp4_group_mm", problem.arch.device),
-        {"backend": "triton", "variant": _variant(problem)},
-        {"m": _rows(problem), "e": e, "n": m, "k": quarter * 4},
+        {"backend": "triton", "variant": variant_of(problem)},
+        {"m": rows_of(problem), "e": e, "n": m, "k": quarter * 4},
         legal,
     )
     return heuristic(problem) if found is None else Config.from_dict(found)
