@@ -73,11 +73,13 @@ def test_chosen_are_the_fastest_that_were_measured():
 def test_tiles_go_by_the_rows_that_are_expected():
     """Layers of models, and the tiles that were the fastest for them or nearly."""
     for (e, m, k, cap), expected, tokens in (
-        ((128, 1536, 2048, 128), 8, 32),
+        ((128, 1536, 2048, 128), 8, 64),
         ((128, 1536, 2048, 16), 1, 8),
         ((8, 28672, 4096, 128), 32, 64),
         ((8, 28672, 4096, 16), 4, 16),
         ((32, 4096, 7168, 128), 4, 16),
+        ((32, 4096, 7168, 512), 16, 64),
+        ((1, 4096, 7168, 512), 16, 32),
         ((32, 4096, 7168, 4096), 512, 256),
     ):
         for ragged in (False, True):
