@@ -25,7 +25,9 @@ if [ "${1:-}" = --one ]; then
   if [ "$check" = plain ]; then
     "$PYTHON" "$here/sanitize_driver.py" "$@"
   else
-    "$SANITIZE_TOOL" --tool "$check" --print-limit 200 --error-exitcode 9 \
+    # the bindings ask a driver for functions that it may not have: no fault of a kernel
+    [ "$check" = memcheck ] && options="--report-api-errors no" || options=
+    "$SANITIZE_TOOL" --tool "$check" $options --print-limit 200 --error-exitcode 9 \
       "$PYTHON" "$here/sanitize_driver.py" "$@"
   fi >"$SANITIZE_LOGS/$name" 2>&1
   echo $? >"$SANITIZE_LOGS/$name.status"

@@ -257,7 +257,9 @@ class ExpertParallel(torch.nn.Module):
 
     def _collective(self, what: str, call: Callable[..., Any], *arguments: Any) -> None:
         try:
-            call(*arguments, group=self.group)
+            # without async_op torch gives no work to wait for, so TORCH_NCCL_BLOCKING_WAIT and
+            # the group's timeout are not heeded
+            call(*arguments, group=self.group, async_op=True).wait()
         except RuntimeError as error:
             self._lost(what, error)
 

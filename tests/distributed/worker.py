@@ -173,8 +173,8 @@ class Rank:
         self.check(layer, (x, ids, weights))
 
     def mismatch(self) -> None:
-        size = INNER if self.rank else INNER + 1
-        raised(ValueError, lambda: ExpertParallel(Int8Experts(1, H, size, G)), f"{INNER + 1}")
+        experts = Int8Experts(1, H, INNER if self.rank else INNER + 1, G).to(self.device)
+        raised(ValueError, lambda: ExpertParallel(experts), f"{INNER + 1}")
 
     def short_of_patience(self) -> distributed.ProcessGroup | None:
         """Gloo sees at once that a process is gone, NCCL waits for its timeout."""

@@ -67,18 +67,28 @@ for source, name in wanted:
 
 
 def compile_all(wanted):
-    """Compile (source, name) pairs into the cache, on all cores."""
+    """Compile (source, name) pairs into the cache, on this process's share of the cores."""
     from farro.cuda import jit
 
-    wanted, workers = sorted(set(wanted)), os.cpu_count() or 1
+    beside = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    wanted, workers = sorted(set(wanted)), (os.cpu_count() or 1) // beside + 1
     command = [sys.executable, "-c", _WORKER, jit.__file__]
     pool = []
     for i in range(workers):
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, text=True)
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
         process.stdin.write(json.dumps(wanted[i::workers]))
         process.stdin.close()
         pool.append(process)
-    assert [process.wait(timeout=250) for process in pool] == [0] * workers
+    failed = [told for process in pool if (told := _ended(process))]
+    assert not failed, failed[0][-2000:]
+
+
+def _ended(process):
+    """What a process told of its failure, or nothing."""
+    told = process.stderr.read()
+    return (told or f"exit {process.returncode}") if process.wait(timeout=250) else ""
 
 
 def skip_without_it():
