@@ -27,7 +27,7 @@ if [ "${1:-}" = --one ]; then
   else
     # the bindings ask a driver for functions that it may not have: no fault of a kernel
     [ "$check" = memcheck ] && options="--report-api-errors no" || options=
-    "$SANITIZE_TOOL" --tool "$check" $options --print-limit 200 --error-exitcode 9 \
+    "$SANITIZE_TOOL" --tool "$check" --print-limit 200 --error-exitcode 9 $options \
       "$PYTHON" "$here/sanitize_driver.py" "$@"
   fi >"$SANITIZE_LOGS/$name" 2>&1
   echo $? >"$SANITIZE_LOGS/$name.status"

@@ -24,6 +24,7 @@ TOOL = """#!/bin/sh
 tool=$2
 [ "$1 $3 $5" = "--tool --print-limit --error-exitcode" ] || exit 3
 shift 6
+[ "$tool $1" = "memcheck --report-api-errors" ] && shift 2
 SEEN_TOOL=$tool "$@" || exit $?
 name=ERROR; what="errors"
 [ $tool = racecheck ] && name=RACECHECK && what="hazards displayed (0 errors, 0 warnings)"
