@@ -94,10 +94,14 @@ def test_speed_tells_each_size_and_its_ratio(page, device, benched):
         for row in benched["rows"]
         if row["subject"] == "farro auto" and row["set"] == "given"
     }
+
+    def told(us: float) -> str:  # on a busy machine even these take a millisecond
+        return f"{us:.0f}" if us >= 1000 else f"{us:.1f}"
+
     for m in (1, 2):
         g32, g64, _, g256, bf16 = rows[f"{m}, 24, 256"]
-        assert g32 == f"{us[m, 32]:.1f} ({us[m, 32] / us[m, 256]:.2f}x)"
-        assert g64 == "" and g256 == f"{us[m, 256]:.1f} (1.00x)"
+        assert g32 == f"{told(us[m, 32])} ({us[m, 32] / us[m, 256]:.2f}x)"
+        assert g64 == "" and g256 == f"{told(us[m, 256])} (1.00x)"
         assert bf16.endswith("x)")
     assert set(rows) == {"M, N, K", "1, 24, 256", "2, 24, 256"}
 
