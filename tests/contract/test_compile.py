@@ -20,6 +20,7 @@ from farro.testing import assert_bit_equal
 from .samples import SAMPLES, tensors
 
 ROWS = (0, 1, 2, 3, 17, 64, 1000)
+LATE = (1, 2, 3, 17, 64, 0, 1000)
 
 
 class _Recorder(TorchDispatchMode):
@@ -73,8 +74,15 @@ def counting():
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("dynamic", [None, True], ids=["automatic", "dynamic"])
-@pytest.mark.parametrize("order", [ROWS, (1, 2, 3, 17, 64, 0, 1000)], ids=["0 first", "0 late"])
+@pytest.mark.parametrize(
+    "dynamic, order",
+    [
+        pytest.param(None, ROWS, id="automatic-0 first"),
+        pytest.param(True, LATE, id="dynamic-0 late"),
+        pytest.param(None, LATE, id="automatic-0 late", marks=pytest.mark.slow),
+        pytest.param(True, ROWS, id="dynamic-0 first", marks=pytest.mark.slow),
+    ],
+)
 def test_scenario_12_rows_in_three_graphs(
     dynamic, order, sample, is_forward, device, generator, counting
 ) -> None:
