@@ -97,7 +97,7 @@ def status(kernel: Kernel, arch_name: str, validated: dict[str, Any]) -> str:
         return ""
     device, passed, failed, missing = validated.get(arch_name, {}).get(kernel.name, ("", 0, 0, 0))
     if failed:
-        return f"**{failed} case(s) fail** ({device})"
+        return f"**{failed} cases fail** ({device})"
     if passed and missing:
         return f"{passed} cases agree, {missing} not run yet ({device})"
     if passed:
