@@ -89,6 +89,10 @@ class Operator:
         if not self.families:
             object.__setattr__(self, "families", (self.name.partition("_")[0],))
 
+    def first_of(self, backend: str) -> Kernel:
+        """The kernel of this back end, the first where it has several."""
+        return next(kernel for kernel in self.kernels if kernel.backend == backend)
+
 
 @dataclass(frozen=True)
 class Choice:

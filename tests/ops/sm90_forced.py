@@ -80,6 +80,7 @@ def compile_all(wanted):
         )
         process.stdin.write(json.dumps(wanted[i::workers]))
         process.stdin.close()
+        process.stdin = None  # communicate would flush it
         pool.append(process)
     failed = [told for process in pool if (told := _ended(process))]
     assert not failed, failed[0][-2000:]
@@ -87,8 +88,8 @@ def compile_all(wanted):
 
 def _ended(process):
     """What a process told of its failure, or nothing."""
-    told = process.stderr.read()
-    return (told or f"exit {process.returncode}") if process.wait(timeout=250) else ""
+    told = process.communicate(timeout=250)[1]
+    return (told or f"exit {process.returncode}") if process.returncode else ""
 
 
 def skip_without_it():

@@ -40,8 +40,7 @@ class Task:
 
 
 def _kernel_of(task: Task) -> Kernel:
-    kernels = operator_named(task.operator).kernels
-    return next(k for k in kernels if k.backend == task.backend)
+    return operator_named(task.operator).first_of(task.backend)
 
 
 @dataclass(frozen=True)

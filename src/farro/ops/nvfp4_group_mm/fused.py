@@ -33,10 +33,6 @@ class Steps:
     policy: str = "two launches"
 
 
-def _kernel_of(operator: Operator, backend: str) -> Kernel:
-    return next(kernel for kernel in operator.kernels if kernel.backend == backend)
-
-
 def _problems(problem: Problem) -> tuple[Problem, Problem]:
     """Those of group_mm into new memory, and of silu_mul_quant_act on its result."""
     (e, rows, _), features = problem.spec("b_act").shape, problem.spec("a_comp").shape[1]
@@ -57,12 +53,12 @@ _QUANTIZERS = {"cuda": "triton"}  # back ends whose products another one's quant
 
 def _steps_of(backend: str) -> tuple[Kernel, Kernel]:
     quantizer = _QUANTIZERS.get(backend, backend)
-    return _kernel_of(product.OPERATOR, backend), _kernel_of(dense.OPERATOR, quantizer)
+    return product.OPERATOR.first_of(backend), dense.OPERATOR.first_of(quantizer)
 
 
 def _one_launch() -> Kernel:
     """The product's native kernel, whose result passes the activation and the quantizer."""
-    multiply = _kernel_of(product.OPERATOR, "cuda")
+    multiply = product.OPERATOR.first_of("cuda")
 
     def why_not(problem: Problem) -> str | None:
         one, _ = _problems(problem)
