@@ -9,7 +9,7 @@ pytest.importorskip("cuda.core", reason="needs cuda-core: pip install 'farro[cud
 
 from farro.ops.int8_gemm import sm90, sm90_launch
 
-from ..ops.sm90_forced import GROUP_SIZES, shapes
+from ..ops.sm90_forced import GROUP_SIZES, SOME, shapes
 from .sass import check_products, compiled, disassembled, flushes, some_held
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -58,6 +58,11 @@ def test_each_group_size_policy_and_output_type(group_size, policy, tmp_path):
 def test_every_tile(group_size, policy, dtype, tmp_path):
     for config in shapes(policy, group_size):
         check(config, group_size, dtype, tmp_path)
+
+
+def test_what_gpu_tests_force_is_legal():
+    """A fixture that compiled anything else would fail all tests of its module."""
+    assert all(sm90.is_legal(config, g) for config in SOME for g in GROUP_SIZES)
 
 
 def test_the_shapes_are_all_there_are():

@@ -23,7 +23,7 @@ GROUP_SIZES = (32, 64, 128, 256)
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 LARGE, NARROW = Config("large", 256, 128, 4, raster=4), Config("large", 128, 112, 6, raster=4)
-SMALL, PAIRED = Config("small", 16, 64, 8, 1, ahead=True), Config("small", 32, 64, 4, 2, early=True)
+SMALL, PAIRED = Config("small", 16, 64, 8, 1, ahead=True), Config("small", 32, 64, 5, 2, early=True)
 SOME = (LARGE, NARROW, SMALL, PAIRED)  # legal at every group size; compiled for every output type
 
 
