@@ -67,18 +67,27 @@ for source, name in wanted:
 
 
 def compile_all(wanted):
-    """Compile (source, name) pairs into the cache, on this process's share of the cores."""
+    """Compile (source, name) pairs into the cache, on all cores.
+
+    Workers of pytest -n that need the same kernels wait for the first, and find them done.
+    """
     from farro.cuda import jit
 
-    beside = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-    wanted, workers = sorted(set(wanted)), (os.cpu_count() or 1) // beside + 1
-    command = [sys.executable, "-c", _WORKER, jit.__file__]
+    with jit.locked(jit.cache_directory() / "tests.lock"):
+        missing = [
+            each for each in sorted(set(wanted)) if not jit.cubin_path(*each, "sm_90a").exists()
+        ]
+        _compile(jit.__file__, missing, min(os.cpu_count() or 1, len(missing)))
+
+
+def _compile(jit, wanted, count):
+    command = [sys.executable, "-c", _WORKER, jit]
     pool = []
-    for i in range(workers):
+    for i in range(count):
         process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
-        process.stdin.write(json.dumps(wanted[i::workers]))
+        process.stdin.write(json.dumps(wanted[i::count]))
         process.stdin.close()
         process.stdin = None  # communicate would flush it
         pool.append(process)

@@ -124,8 +124,8 @@ def _read(path: Path) -> tuple[bytes, str] | None:
 
 
 @contextlib.contextmanager
-def _locked(path: Path) -> Iterator[bool]:
-    """Hold the key's lock, where files can be locked; yields whether the directory is writable."""
+def locked(path: Path) -> Iterator[bool]:
+    """Hold a lock file, where files can be locked; yields whether the directory is writable."""
     with contextlib.ExitStack() as stack:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -141,22 +141,27 @@ def _locked(path: Path) -> Iterator[bool]:
         yield writable
 
 
+def cubin_path(source: str, name: str, arch: str) -> Path:
+    """Where the CUBIN of a kernel is kept."""
+    return cache_directory() / "cubin" / f"{cache_key(source, name, arch)}.cubin"
+
+
 def cubin(source: str, name: str, arch: str) -> tuple[bytes, str]:
     """CUBIN and mangled name of kernel `name` of `source` (relative to the package) for `arch`."""
-    path = cache_directory() / "cubin" / f"{cache_key(source, name, arch)}.cubin"
-    found = _read(path)
+    kept = cubin_path(source, name, arch)
+    found = _read(kept)
     if found is not None:
         return found
-    with _locked(path.with_suffix(".lock")) as writable:
-        found = _read(path)  # another process may have compiled it while this one waited
+    with locked(kept.with_suffix(".lock")) as writable:
+        found = _read(kept)  # another process may have compiled it while this one waited
         if found is not None:
             return found
         compiled = _compile(source, name, arch)
         if writable:
-            part = path.with_suffix(f".{os.getpid()}.part")
+            part = kept.with_suffix(f".{os.getpid()}.part")
             try:
-                part.write_bytes(_pack(path.stem, *compiled))
-                part.replace(path)
+                part.write_bytes(_pack(kept.stem, *compiled))
+                part.replace(kept)
             except OSError:  # a full or read-only disk: the result is still good in memory
                 with contextlib.suppress(OSError):
                     part.unlink()
