@@ -111,6 +111,17 @@ def test_a_brief_run_leaves_out_what_ranks_behind_and_judges_its_rows():
     assert len(result["figures"]) == len(fp8.LINEAR)
 
 
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_every_operator_has_brief_cases(operator):
+    found = adapter(operator)
+    forms = found.variants or (None,)
+    for form in forms[:1]:
+        for shape in found.shapes["default"]:
+            rows = [shape["m"]] if "m" in shape else found.rows["default"]
+            ranks = [found.rank({**shape, "m": m}, Options(CPU, variant=form)) for m in rows]
+            assert min(ranks) <= found.telling
+
+
 def test_everything_runs_all_subjects_and_names_those_that_fail(monkeypatch):
     ran = []
 

@@ -136,6 +136,7 @@ class Adapter:
     ceiling: Callable[[torch.device], Subject | Missing] | None = None
     ceiling_ops: Callable[[torch.device], int] = lambda device: 0
     rank: Callable[[Sizes, Options], int] = lambda sizes, options: 0  # the lowest is run first
+    telling: int = 2  # what ranks behind is left out of a brief run
     figures: tuple[Figure, ...] = ()  # what a run's rows are judged by
     about: Mapping[str, Any] = field(default_factory=dict)  # what results tell among settings
     summary: str = ""

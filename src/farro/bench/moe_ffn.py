@@ -25,7 +25,7 @@ from .int8_gemm import activations, ceiling, ceiling_ops
 from .kept import kept
 from .layer_peers import layers
 from .moe_ffn_products import peer_products, products
-from .nvfp4_moe import SHAPES, rank
+from .nvfp4_moe import SHAPES
 from .quantized_layer_peers import Layer, quantized_layers
 from .routing import ABOUT, routed
 
@@ -35,6 +35,7 @@ ROWS = {
     "cpu": (1, 16, 128),
     "dense": tuple(range(1, 257)),
 }
+_FIRST_ROWS = (8192, 16, 128, 1, 2048, 512)
 _FEW = {"e": 4, "all": 4, "topk": 2}  # where a shape says nothing
 
 
@@ -203,6 +204,12 @@ def build(sizes: Sizes, options: Options) -> Case:
     return case
 
 
+def rank(sizes: Sizes, options: Options) -> int:
+    """Each model at 8192 tokens, at 16, ..., other numbers of tokens last."""
+    m = sizes["m"]
+    return _FIRST_ROWS.index(m) if m in _FIRST_ROWS else len(_FIRST_ROWS)
+
+
 ADAPTER = Adapter(
     "moe_ffn",
     build,
@@ -213,6 +220,7 @@ ADAPTER = Adapter(
     ceiling=ceiling,
     ceiling_ops=ceiling_ops,
     rank=rank,
+    telling=len(_FIRST_ROWS) - 1,
     about={"routing": ABOUT},
     summary="expert layers of models in INT8, routed, tokens already quantized, one call",
 )

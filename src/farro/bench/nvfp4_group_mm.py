@@ -15,6 +15,7 @@ from .grouped_peers import Experts, grouped
 from .sparse_experts import Weight, factor, multiple_of_32, weight
 
 VARIANTS = ("w4a4", "w4a16", "ragged", "fused")
+_FIRST_VARIANTS = ("w4a4", "fused", "ragged", "w4a16")
 # each with its own rows: what other libraries were measured at
 EQUAL = (
     *((32, 16, 4096, 7168), (128, 8, 1536, 2048), (8, 16, 28672, 4096), (32, 512, 4096, 7168)),
@@ -118,10 +119,10 @@ def _product(x: torch.Tensor, made: Weight, fused: bool) -> torch.Tensor:
 
 
 def rank(sizes: Sizes, options: Options) -> int:
-    """NVFP4 activations before other forms; the cases of EQUAL in their order, then the rest."""
+    """NVFP4 activations first, then the fused form; the cases of EQUAL in their order."""
     case = tuple(sizes.get(name) for name in ("e", "m", "n", "k"))
     place = EQUAL.index(case) if case in EQUAL else len(EQUAL)
-    return VARIANTS.index(options.variant) * (len(EQUAL) + 1) + place
+    return _FIRST_VARIANTS.index(options.variant) * (len(EQUAL) + 1) + place
 
 
 ADAPTER = Adapter(
@@ -132,5 +133,6 @@ ADAPTER = Adapter(
     variants=VARIANTS,
     max_error=0.2,  # of the fused form, whose result has codes of 4 bits
     rank=rank,
+    telling=2 * len(EQUAL) + 1,  # the first two forms
     summary="M tokens for each of E experts with paired-4:8 sparse NVFP4 weights",
 )

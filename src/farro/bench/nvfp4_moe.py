@@ -295,6 +295,7 @@ ADAPTER = Adapter(
     variants=VARIANTS,
     max_error=0.3,  # codes of 4 bits, before each product of a layer
     rank=rank,
+    telling=len(_FIRST_ROWS) + len(_FIRST_VARIANTS) - 2,  # all that are among the first
     about={"routing": ABOUT},
     summary="expert layers of models, routed: each product, the first one fused, the whole layer",
 )

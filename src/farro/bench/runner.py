@@ -20,7 +20,6 @@ from .timing import BRIEF, QUICK, Budget, CpuTimer, GpuTimer, Timer, median, tim
 
 Say = Callable[[str], None]
 _SAVE_S = 1.0
-_TELLING = 2  # what an adapter ranks behind is left out of a brief run
 _MOST_HELD = 0.4  # of a GPU's memory, by caches of graphs that are gone
 
 
@@ -85,7 +84,7 @@ def run(session: Session, plans: Iterable[Plan]) -> dict[str, Any]:
     _measure_ceilings(session)
     rank = session.adapter.rank
     if session.brief:
-        plans = [p for p in plans if rank(p.sizes, p.options) <= _TELLING]
+        plans = [p for p in plans if rank(p.sizes, p.options) <= session.adapter.telling]
     if session.deadline is not None or session.brief:
         plans = sorted(plans, key=lambda p: (p.group == "dense", rank(p.sizes, p.options)))
     plans = list(plans)
