@@ -3,7 +3,8 @@
 # make test-gpu RUN=python3   uses an environment that already holds torch, Triton and pytest
 PYTHON ?= python3
 VENV ?= .venv
-WORKERS ?= -n auto --maxprocesses 8
+WORKERS ?= -n auto --maxprocesses 8 --dist worksteal
+CPUS := $(shell getconf _NPROCESSORS_ONLN)
 ifndef RUN
 RUN := $(VENV)/bin/python
 READY := $(VENV)/.ready
@@ -27,10 +28,15 @@ demo: $(READY)
 test: $(READY) lint
 	$(RUN) -m pytest $(WORKERS)
 
+# on a GPU compilers take the time: one process for each CPU; runs of neighbours share what they compile
+test-gpu test-gpu-all: WORKERS = -n $(shell echo $$(($(CPUS) < 16 ? $(CPUS) : 16))) --dist worksteal
+
 test-gpu: $(READY)
+	@echo "GPU tests of this machine's $(CPUS) CPUs: $(WORKERS) (make test-gpu WORKERS='-n 4' for fewer)"
 	$(RUN) -m pytest -m "gpu and not slow" $(WORKERS)
 
 test-gpu-all: $(READY)
+	@echo "GPU tests of this machine's $(CPUS) CPUs: $(WORKERS) (make test-gpu-all WORKERS='-n 4' for fewer)"
 	$(RUN) -m pytest -m gpu $(WORKERS)
 
 lint: $(READY)

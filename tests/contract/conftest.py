@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -93,6 +94,27 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
                     given = (values[n] for n in names)
                     cases.append(pytest.param(*given, id=f"{case_id}-exhaustive", marks=marks))
     metafunc.parametrize(names, cases, indirect=["device"] if "device" in names else False)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """On a GPU kernel by kernel: most of the time goes into compiling, which a process does once.
+
+    `make test-gpu` gives each of its processes a run of neighbours.
+    """
+    folder = Path(__file__).parent
+    places = [i for i, item in enumerate(items) if item.path.parent == folder]
+    places = [i for i in places if items[i].get_closest_marker("gpu")]
+    for i, item in zip(places, sorted((items[i] for i in places), key=_place)):
+        items[i] = item
+
+
+def _place(item: pytest.Item) -> tuple[int, int, int]:
+    """Of the operator, of the kernel, and of the function among an operator's."""
+    given = item.callspec.params
+    sample, kernel = given["sample"], given.get("kernel")
+    operators = list(dict.fromkeys(s.operator for s in SAMPLES))
+    number = 0 if kernel is None else 1 + sample.catalogued.kernels.index(kernel)
+    return operators.index(sample.operator), number, SAMPLES.index(sample)
 
 
 @pytest.fixture

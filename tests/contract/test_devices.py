@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -133,41 +132,51 @@ try:
     with torch.cuda.graph(torch.cuda.CUDAGraph()):
         sample.function(**inputs, backend=backend)
 except RuntimeError as error:
-    print("RAISED", error)
+    print("RAISED", error, flush=True)
 else:
-    print("CAPTURED")
+    print("CAPTURED", flush=True)
 os._exit(0)  # a capture that failed leaves CUDA unfit for an orderly exit
 """
 
 
-def _capture_cold(sample: Sample, variant: str, backend: str, warm: str, cache: object) -> str:
-    """In a process of its own with empty caches, so that nothing is compiled yet."""
+def _capture_cold(sample: Sample, variant: str, backend: str, warm: str) -> subprocess.Popen[str]:
+    """In a process of its own, so that nothing is compiled yet; what is on disk does not count."""
     number = next(i for i, other in enumerate(SAMPLES) if other is sample)
-    environment = {**os.environ, "TRITON_CACHE_DIR": f"{cache}/t", "FARRO_CACHE_DIR": f"{cache}/f"}
-    done = subprocess.run(
+    return subprocess.Popen(
         [sys.executable, "-c", _COLD, str(number), variant, backend, warm],
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=240,
-        env=environment,
         cwd=Path(__file__).parents[2],
     )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+
+
+def _told(process: subprocess.Popen[str]) -> str:
+    with process:
+        try:
+            told, errors = process.communicate(timeout=240)
+        finally:
+            process.kill()
+    assert process.returncode == 0, errors
+    return told
 
 
 def test_scenario_13_cold_capture_names_warmup(
-    accepted, sample, is_compiled, cuda_only, first_of_operator, kernel, device, tmp_path
+    accepted, sample, is_compiled, cuda_only, first_of_operator, kernel, device
 ) -> None:
     name, inputs = accepted(m=5)[0]
     chosen = dispatch.explain(sample.function, **inputs, backend=kernel.backend).chosen
     if chosen != kernel.name:
         pytest.skip(f"{kernel.backend} runs {chosen} for this")
-    cold = _capture_cold(sample, name, kernel.backend, "cold", tmp_path)
-    assert cold.startswith("RAISED") and "farro.warmup" in cold, cold
+    cold = _capture_cold(sample, name, kernel.backend, "cold")
     # warmup compiles what calls would compile: what auto chooses, on this kernel's variant
-    warm = _capture_cold(sample, name, "auto", "warm", tmp_path)
-    assert warm.startswith("CAPTURED"), warm
+    warm = _capture_cold(sample, name, "auto", "warm")
+    try:
+        told = _told(cold)
+    finally:
+        ready = _told(warm)
+    assert told.startswith("RAISED") and "farro.warmup" in told, told
+    assert ready.startswith("CAPTURED"), ready
 
 
 def _forget_probes() -> None:

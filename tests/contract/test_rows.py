@@ -42,7 +42,7 @@ def test_scenario_16_batch_invariance(
     """Row 0, and every other row, has the same bits whatever the number of rows."""
     for number, (name, inputs) in enumerate(accepted(m=max(ROWS))):
         want = run(inputs)
-        for count in ROWS if exhaustive or number == 0 else (1, 33):
+        for count in ROWS if exhaustive or number == 0 else ((33, 1)[number % 2],):
             fewer = _first_rows(sample, inputs, count)
             if refused(fewer):
                 continue

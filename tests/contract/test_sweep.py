@@ -101,11 +101,11 @@ def test_each_configuration_gives_the_same_bits(
     dispatch.forget()
 
 
-def test_long_rows(run, accepted, sample, cuda_only, kernel, device) -> None:
+def test_long_rows(run, accepted, sample, not_reference, cuda_only, kernel, device) -> None:
     """Grids end at 65535 in their second and third dimension: a size of millions of elements."""
     for size in sample.sizes:
         # multiples of 16, since every kernel takes these
-        options = {**dict.fromkeys(sample.sizes, 16), size: 3_000_016}
+        options = {**dict.fromkeys(sample.sizes, 16), size: 3_000_016, **sample.long}
         _, inputs = accepted(m=2, exact=True, **options)[0]
         want = tensors(sample.function(**inputs, backend="reference"))
         for result, expected in zip(run(inputs), want):

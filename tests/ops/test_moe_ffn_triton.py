@@ -248,17 +248,16 @@ def test_each_launch_on_a_gpu(tokens, generator):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("count", (2, pytest.param(8, marks=pytest.mark.slow)))
-def test_some_configurations_on_a_gpu(count, generator):
-    for group_size, interleaved in ((256, False), (64, True)):
-        layout = "interleaved" if interleaved else "concatenated"
-        case = MoeCase("each", 200, 2, 6, 520, 300, group_size, layout)
-        call = case.build("cuda", seed_of(generator))
-        found = triton.configs(call.problem)
-        for pick in torch.randperm(len(found), generator=generator)[:count].tolist():
-            config = found[pick]
-            out = torch.full((200, 520), float("nan"), device="cuda")
-            triton.run(config, *call.operands, out, group_size, interleaved)
-            assert_bit_equal(out, call.expected[0], str(config))
+@pytest.mark.parametrize("group_size, layout", [(256, "concatenated"), (64, "interleaved")])
+def test_some_configurations_on_a_gpu(group_size, layout, count, generator):
+    case = MoeCase("each", 200, 2, 6, 520, 300, group_size, layout)
+    call = case.build("cuda", seed_of(generator))
+    found = triton.configs(call.problem)
+    for pick in torch.randperm(len(found), generator=generator)[:count].tolist():
+        config = found[pick]
+        out = torch.full((200, 520), float("nan"), device="cuda")
+        triton.run(config, *call.operands, out, group_size, layout == "interleaved")
+        assert_bit_equal(out, call.expected[0], str(config))
 
 
 @pytest.mark.gpu

@@ -101,6 +101,7 @@ INT8_GEMM = Sample(
     },
     empty_result=_int8_gemm_empty,
     sizes=("n", "k"),
+    long={"group_size": 256},
     out=lambda inputs: (
         (inputs["a"].shape[0], inputs["b"].shape[-1]),
         inputs["output_dtype"],

@@ -264,6 +264,7 @@ MOE_FFN = Sample(
         torch.zeros(inputs["x_int8"].shape, dtype=inputs["output_dtype"]),
     ),
     sizes=("n", "k"),
+    long={"group_size": 256, "experts": 1, "topk": 1},
     wrong={
         "group_size 48": ({"group_size": 48}, ValueError, ("group_size", "48", "64")),
         "group_size True": ({"group_size": True}, ValueError, ("group_size", "True")),

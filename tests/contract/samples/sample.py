@@ -71,6 +71,8 @@ class Sample:
     refuses_non_finite: bool = False  # a check of values, of what is done at load time
     # whether results of a row that is not finite tell it
     shows_non_finite: Callable[[tuple[torch.Tensor, ...]], bool] = _not_finite
+    # options of rows of millions of elements, whose groups the reference takes one by one
+    long: Mapping[str, Any] = field(default_factory=dict)
     out_layouts: tuple[str, ...] = tuple(LAYOUTS)
     out_fill: float | None = None  # what `out` holds before, where some of it is never written
     graphs: int = 3  # of torch.compile at most, whatever the number of rows
