@@ -208,7 +208,8 @@ __global__ void __launch_bounds__(128)
     Sum d[N / 2];
 #pragma unroll
     for (int i = 0; i < N / 2; ++i) d[i] = place(i) % 200;
-    const u64 a = wgmma_descriptor(shared.base + 64 * wave * 128), b = wgmma_descriptor(b_base);
+    const u64 a = wgmma_descriptor(shared.base + 64 * wave * 128);
+    const u64 b = descriptor_of(static_cast<u32>(wgmma_descriptor(b_base)));
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < 4; ++k)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import re
+import shutil
 import types
 from pathlib import Path
 
@@ -65,6 +66,9 @@ def laid(rows, columns, how, offset, dtype=torch.float32) -> torch.Tensor:
 def compiles(text: str, tmp_path: Path) -> None:
     """Compile host-side facts (static_assert) about a kernel's source with NVRTC."""
     pytest.importorskip("cuda.core", reason="needs cuda-core: pip install 'farro[cuda]'")
+    for source in re.findall(r'^#include "(/[^"]+)"', text, re.MULTILINE):
+        for header in Path(source).parent.glob("*.cuh"):  # they are looked for beside the facts
+            shutil.copy(header, tmp_path)
     file = tmp_path / "facts.cu"
     file.write_text(text)
     jit.program(str(file), "sm_90a").compile("cubin")

@@ -13,6 +13,11 @@ __device__ __forceinline__ u64 wgmma_descriptor(u32 smem) {
          (static_cast<u64>(1) << 16) | ((smem & 0x3FFFF) >> 4);
 }
 
+// The same from its lower half: what moves through a ring is then added in 32 bits.
+__device__ __forceinline__ u64 descriptor_of(u32 low) {
+  return static_cast<u64>(0x40000040) << 32 | low;
+}
+
 __device__ __forceinline__ void wgmma_fence() {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
