@@ -6,10 +6,13 @@
 #   PYTHON=python3           that runs the driver
 #   SANITIZE_JOBS            processes at a time; default: the number of CPUs
 #   SANITIZE_PARTS           processes that share a tool's launches; default: half the jobs
+#   SANITIZE_BUDGET_S        seconds for all; what has not ended by then is told, and is a fault
+#   SANITIZE_BARRIERS        mbarriers of a block that racecheck makes room for; 0: it guesses
 #
 # The kernels are compiled by a plain run first, in SANITIZE_JOBS processes; then all tools run at
 # once, each over all parts. Several GPUs get the parts in turn. The planted faults show that the
-# tools see into kernels that were compiled at run time.
+# tools see into kernels that were compiled at run time; handoffs through an mbarrier, right ones and
+# a hasty one, show whether racecheck's reports on kernels with rings count (racecheck_report.py).
 set -u
 here=$(cd "$(dirname "$0")" && pwd)
 
@@ -22,12 +25,22 @@ if [ "${1:-}" = --one ]; then
     case $part in *[!0-9]*) part=0 ;; esac
     export CUDA_VISIBLE_DEVICES=$((part % SANITIZE_GPUS))
   fi
+  ended=
+  if [ -n "$SANITIZE_END" ]; then
+    left=$((SANITIZE_END - $(date +%s)))
+    [ "$left" -ge 1 ] || left=1
+    ended="timeout -k 5 $left"
+  fi
   if [ "$check" = plain ]; then
-    "$PYTHON" "$here/sanitize_driver.py" "$@"
+    $ended "$PYTHON" "$here/sanitize_driver.py" "$@"
   else
-    # the bindings ask a driver for functions that it may not have: no fault of a kernel
-    [ "$check" = memcheck ] && options="--report-api-errors no" || options=
-    "$SANITIZE_TOOL" --tool "$check" --print-limit 200 --error-exitcode 9 $options \
+    case $check in
+      # the bindings ask a driver for functions that it may not have: no fault of a kernel
+      memcheck) options="--report-api-errors no" ;;
+      racecheck) options="--num-cuda-barriers $SANITIZE_BARRIERS" ;;
+      *) options= ;;
+    esac
+    $ended "$SANITIZE_TOOL" --tool "$check" --print-limit 200 --error-exitcode 9 $options \
       "$PYTHON" "$here/sanitize_driver.py" "$@"
   fi >"$SANITIZE_LOGS/$name" 2>&1
   echo $? >"$SANITIZE_LOGS/$name.status"
@@ -50,6 +63,11 @@ jobs=${SANITIZE_JOBS:-$(getconf _NPROCESSORS_ONLN)}
 number SANITIZE_JOBS "$jobs"
 parts=${SANITIZE_PARTS:-$(((jobs + 1) / 2))}
 number SANITIZE_PARTS "$parts"
+export SANITIZE_BARRIERS="${SANITIZE_BARRIERS:-128}" SANITIZE_END=
+if [ -n "${SANITIZE_BUDGET_S:-}" ]; then
+  number SANITIZE_BUDGET_S "$SANITIZE_BUDGET_S"
+  SANITIZE_END=$(($(date +%s) + SANITIZE_BUDGET_S))
+fi
 gpus=1 # where the caller chose some, those stay
 [ -n "${CUDA_VISIBLE_DEVICES+set}" ] || gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU ')
 export PYTHON="${PYTHON:-python3}" SANITIZE_LOGS="$logs" SANITIZE_TOOL="$tool" SANITIZE_GPUS="$gpus"
@@ -68,7 +86,7 @@ of_all() { # prefix of logs, a word before the first "right"; how many launches
 }
 seconds() { date +%s; }
 
-rm -f "$logs"/plain.* "$logs"/*check.* "$logs"/planted-*
+rm -f "$logs"/plain.* "$logs"/*check.* "$logs"/planted-* "$logs"/handoffs-*
 began=$(seconds)
 each_part plain plain "$jobs" | at_once
 for log in "$logs"/plain.*[0-9]; do
@@ -88,6 +106,8 @@ began=$(seconds)
   each_part synccheck synccheck "$parts"
   echo planted-memcheck memcheck --planted
   echo planted-racecheck racecheck --planted
+  echo handoffs-right racecheck --handoffs right
+  echo handoffs-hasty racecheck --handoffs hasty
 } | at_once
 
 totals() { # the summaries of all parts as one, number by number
@@ -106,6 +126,9 @@ for name in memcheck racecheck synccheck; do
   status=$(sort -n "$logs/$name".*.status | tail -1)
   ended=$(cat "$logs/$name".*[0-9] | grep -c "^part .* ended$")
   echo "$name  exit $status; ${summary:-no summary}; $ended of $parts parts of the driver ended"
+  if [ $name = racecheck ] && [ "$status" = 9 ] && [ "$ended" = "$parts" ]; then
+    continue # racecheck_report.py judges
+  fi
   if [ "$status" != 0 ] || [ "$ended" != "$parts" ]; then
     failed=1
     # each kind of report once, with how often it came
@@ -115,6 +138,12 @@ for name in memcheck racecheck synccheck; do
       sort | uniq -c | sort -rn | head -5
   fi
 done
+if [ "$(grep -c ' is right$' "$logs/handoffs-right")" != 4 ]; then
+  echo "handoffs   NOT RIGHT ($logs/handoffs-right): $(tail -1 "$logs/handoffs-right")"
+  failed=1
+fi
+"$PYTHON" "$here/racecheck_report.py" "$logs/handoffs-right" "$logs/handoffs-hasty" \
+  "$logs"/racecheck.*[0-9] || failed=1
 for name in planted-memcheck planted-racecheck; do
   if grep -qE "Invalid __global__ write|[1-9][0-9]* hazards? displayed" "$logs/$name"; then
     echo "$name found"

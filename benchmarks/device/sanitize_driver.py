@@ -4,6 +4,7 @@ python benchmarks/device/sanitize_driver.py              # all kernels; exits 1 
 python benchmarks/device/sanitize_driver.py --part 2/8   # every eighth launch, from the second on
 python benchmarks/device/sanitize_driver.py --list       # names of launches; needs no GPU
 python benchmarks/device/sanitize_driver.py --planted    # two kernels that are wrong on purpose
+python benchmarks/device/sanitize_driver.py --handoffs right  # or hasty: through mbarriers alone
 
 Native kernels are told that the GPU has few multiprocessors: what goes on from tile to tile does so
 in small problems, for the sanitizer makes a launch some hundred times slower.
@@ -16,7 +17,6 @@ import contextlib
 import ctypes
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -107,14 +107,9 @@ class Launch(NamedTuple):
     run: Callable[[], None]
 
 
-PLANTED = """
-__global__ void beyond(int* to) { to[threadIdx.x + 65] = 1; }
-__global__ void unordered(int* to) {
-  __shared__ int x[64];
-  x[threadIdx.x] = threadIdx.x;
-  to[threadIdx.x] = x[63 - threadIdx.x];
-}
-"""
+PLANTED = Path(__file__).with_name("planted.cu")
+RIGHT = ("right_stores", "right_small_copies", "right_bulk_copies", "right_tensor_copies")
+HASTY = ("hasty_stores",)
 
 
 def codes(rows, k):
@@ -333,17 +328,34 @@ def few_multiprocessors():
 
 
 def planted():
+    for name in ("beyond", "unordered"):
+        out = torch.zeros(128, dtype=torch.int32).cuda()  # 512 bytes, which no allocator pads
+        launch_planted(name, 0, (ctypes.c_void_p(out.data_ptr()),))
+
+
+def launch_planted(name, shared, parameters):
     from farro.cuda.launch import Launch, kernel_function
 
-    with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder) / "planted.cu"
-        source.write_text(PLANTED)
-        for name in ("beyond", "unordered"):
-            out = torch.zeros(128, dtype=torch.int32).cuda()  # 512 bytes, which no allocator pads
-            function = kernel_function(str(source), name, "sm_90a", 0, 0)
-            address = (ctypes.c_void_p(out.data_ptr()),)
-            Launch(0, function, (1, 1, 1), 64, 0, 1, address).on_current_stream()
-            torch.cuda.synchronize()
+    function = kernel_function(str(PLANTED), name, "sm_90a", 0, shared)
+    Launch(0, function, (1, 1, 1), 64, shared, 1, parameters).on_current_stream()
+    torch.cuda.synchronize()
+
+
+def handoffs(names):
+    """Rows through one stage and two mbarriers, as in the rings of the native kernels."""
+    from farro.cuda import tensor_map
+
+    rows = 16
+    given = torch.arange(32 * rows, dtype=torch.int32).view(rows, 32)
+    there = given.cuda()
+    described = tensor_map.encode(there.data_ptr(), rows, 128, 128, 1, 128)
+    for name in names:
+        out = torch.zeros_like(there)
+        addresses = (ctypes.c_void_p(t.data_ptr()) for t in (there, out))
+        launch_planted(name, 2048, (described, *addresses, ctypes.c_int(rows)))
+        if name in RIGHT:
+            assert_bit_equal(out.cpu(), given.flip(1), name)
+            print(f"{name} is right")
 
 
 def lacking(kind: str) -> str | None:
@@ -368,11 +380,15 @@ def chosen(launches: list[Launch], number: int, parts: int) -> list[tuple[int, L
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--planted", action="store_true")
+    parser.add_argument("--handoffs", choices=("right", "hasty"))
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--part", type=part, default=(1, 1), metavar="I/N")
     options = parser.parse_args()
     if options.planted:
         planted()
+        return
+    if options.handoffs:
+        handoffs(RIGHT if options.handoffs == "right" else HASTY)
         return
     families = {
         "native": [*native(), *native_fp8(), *nvfp4_products(), *moe_layers()],

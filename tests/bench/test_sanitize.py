@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from farro.cuda import jit
+
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks" / "device"
+COPIES = ("stores", "small_copies", "bulk_copies", "tensor_copies")
+HANDOFFS = (*(f"right_{name}" for name in COPIES), "hasty_stores")
 
 DRIVER = """#!/bin/sh
+case $1 in *racecheck_report.py) exec "$REAL_PYTHON" "$@" ;; esac
 shift  # the driver's path
 echo "$SEEN_TOOL $*" >>"$SEEN"
 [ "$BREAKS" = "$SEEN_TOOL $2" ] && echo "AssertionError: wrong" && exit 1
+[ -n "$SLOW" ] && sleep "$SLOW"
 [ "$1" = --planted ] && exit 0
+[ "$1" = --handoffs ] && for i in 1 2 3 4; do echo "handoff $i is right"; done && exit 0
 echo "2 native launches right"
 echo "3 Triton launches right"
 echo "part $2 ended"
@@ -25,15 +33,18 @@ tool=$2
 [ "$1 $3 $5" = "--tool --print-limit --error-exitcode" ] || exit 3
 shift 6
 [ "$tool $1" = "memcheck --report-api-errors" ] && shift 2
+[ "$tool $1 $2" = "racecheck --num-cuda-barriers 128" ] && shift 2
 SEEN_TOOL=$tool "$@" || exit $?
 name=ERROR; what="errors"
 [ $tool = racecheck ] && name=RACECHECK && what="hazards displayed (0 errors, 0 warnings)"
 case "$*" in
   *--planted*) [ -n "$BLIND" ] || { echo "========= Invalid __global__ write"
     echo "========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)"; exit 9; } ;;
+  *"--handoffs $REPORTED"*)
+    echo "========= Error: Race reported between Read access at to_hand+0x1" ;;
 esac
 if [ "$FAULT" = "$tool $4" ]; then
-  echo "========= Error: Race reported between Write access at gemm+0x12f0"
+  echo "========= Error: Race reported between Write access at $KERNEL+0x12f0"
   echo "========= $name SUMMARY: 21 $what"
   exit 9
 fi
@@ -52,13 +63,16 @@ def sanitize(tmp_path):
     def run(**variables):
         seen = tmp_path / "seen"
         seen.write_text("")
-        names = ("FAULT", "BREAKS", "BLIND", "SEEN_TOOL")
+        names = ("FAULT", "BREAKS", "BLIND", "SEEN_TOOL", "SLOW", "SANITIZE_BUDGET_S")
         given = {
             **os.environ,
             **dict.fromkeys(names, ""),
             "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}",
             "PYTHON": str(tmp_path / "python-stub"),
             "SEEN": str(seen),
+            "REAL_PYTHON": sys.executable,
+            "REPORTED": "hasty",
+            "KERNEL": "gemm",
             "SANITIZE_JOBS": "4",
             **variables,
         }
@@ -74,15 +88,19 @@ def test_every_tool_sees_every_part(sanitize):
     assert (done.returncode, done.stderr) == (0, "")
     tools = [f"{t} --part {i}/2" for t in ("memcheck", "racecheck", "synccheck") for i in (1, 2)]
     planted = ["memcheck --planted", "racecheck --planted"]
+    planted += ["racecheck --handoffs right", "racecheck --handoffs hasty"]
     assert seen == sorted([f"--part {i}/4" for i in range(1, 5)] + tools + planted)
     lines = done.stdout.splitlines()
     assert lines[0].startswith("plain      8 native launches right; 12 Triton launches right; ")
     ended = "2 of 2 parts of the driver ended"
-    assert lines[1:6] == [
+    assert lines[1:9] == [
         f"memcheck  exit 0; ERROR SUMMARY: 0 errors; {ended}",
         "racecheck  exit 0; RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings); "
         + ended,
         f"synccheck  exit 0; ERROR SUMMARY: 0 errors; {ended}",
+        "handoffs   reported of right ones: none; of hasty ones: to_hand 1: it follows mbarriers",
+        "racecheck  0 reports of kernels with rings of mbarriers: none",
+        "racecheck  0 reports of other kernels: none",
         "planted-memcheck found",
         "planted-racecheck found",
     ]
@@ -92,8 +110,51 @@ def test_a_fault_of_one_part_is_the_tool_s(sanitize):
     done, _ = sanitize(FAULT="racecheck 2/3", SANITIZE_PARTS="3")
     assert done.returncode == 1
     assert "racecheck  exit 9; RACECHECK SUMMARY: 21 hazards displayed" in done.stdout
-    assert "1 ========= Error: Race reported between Write access at gemm\n" in done.stdout
+    assert "racecheck  1 reports of other kernels: gemm 1\n" in done.stdout
     assert "memcheck  exit 0" in done.stdout and "synccheck  exit 0" in done.stdout
+    done, _ = sanitize(FAULT="synccheck 2/3", SANITIZE_PARTS="3")
+    assert done.returncode == 1
+    assert "1 ========= Error: Race reported between Write access at gemm\n" in done.stdout
+
+
+@pytest.mark.parametrize("reported, counts", [("hasty", True), ("right", False), ("none", False)])
+def test_reports_on_rings_count_where_handoffs_are_told_apart(reported, counts, sanitize):
+    """Of a kernel without a ring they count in any case."""
+    done, _ = sanitize(FAULT="racecheck 2/2", KERNEL="fp8_small", REPORTED=reported)
+    assert done.returncode == counts
+    assert "1 reports of kernels with rings of mbarriers: fp8_small 1\n" in done.stdout
+    assert ("tells nothing" in done.stdout) is not counts
+    done, _ = sanitize(FAULT="racecheck 2/2", KERNEL="moe_plan", REPORTED=reported)
+    assert done.returncode == 1
+    assert "racecheck  1 reports of other kernels: moe_plan 1\n" in done.stdout
+
+
+def test_a_budget_ends_it(sanitize):
+    done, _ = sanitize(SLOW="1.2", SANITIZE_BUDGET_S="3")
+    assert done.returncode == 1
+    assert "of 2 parts of the driver ended" in done.stdout
+    assert "2 of 2 parts of the driver ended" not in done.stdout.splitlines()[3]  # synccheck
+
+
+def test_kernels_with_rings():
+    names = runpy.run_path(str(FOLDER / "racecheck_report.py"))["ring_kernels"]()
+    assert {"int8_gemm_small", "fp8_large", "nvfp4_gated", "moe_down", "_gemm_ring"} <= names
+    assert not {"moe_plan", "moe_sum", "nvfp4_expand", "_gemm_pointers"} & names
+
+
+@pytest.mark.parametrize("name", ("beyond", "unordered", *HANDOFFS))
+def test_planted_kernels_compile(name):
+    pytest.importorskip("cuda.core", reason="needs cuda-core: pip install 'farro[cuda]'")
+    cubin, lowered = jit.cubin(str(FOLDER / "planted.cu"), name, "sm_90a")
+    assert cubin and lowered == name
+
+
+@pytest.mark.gpu
+def test_right_handoffs_are_right():
+    command = [sys.executable, str(FOLDER / "sanitize_driver.py"), "--handoffs", "right"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [f"{name} is right" for name in HANDOFFS[:-1]]
 
 
 def test_a_wrong_result_of_the_plain_run_ends_it(sanitize):
