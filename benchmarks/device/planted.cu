@@ -1,4 +1,4 @@
-// Kernels for sanitize_driver.py that are wrong on purpose, and handoffs that are right: racecheck has
+// Kernels for planted.py that are wrong on purpose, and handoffs that are right: racecheck has
 // to find the one kind, and its reports on rings of mbarriers mean something if it leaves the other.
 #include "ptx.cuh"
 

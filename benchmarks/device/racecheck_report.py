@@ -2,9 +2,9 @@
 
 python racecheck_report.py RIGHT HASTY LOG...
 
-RIGHT and HASTY are its logs of `sanitize_driver.py --handoffs right` and `--handoffs hasty`. Where
-it reports handoffs that are right, or none that is hasty, its reports on rings tell nothing. Exits
-1 where a kernel without rings was reported, or one with a ring and handoffs were told apart.
+RIGHT and HASTY are its logs of planted.py's right handoffs and of a hasty one. Where it reports
+one that is right, or none that is hasty, its reports on rings tell nothing. Exits 1 where a kernel
+without rings was reported, or one with a ring and handoffs were told apart.
 """
 
 from __future__ import annotations

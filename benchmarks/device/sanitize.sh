@@ -25,6 +25,7 @@ if [ "${1:-}" = --one ]; then
     case $part in *[!0-9]*) part=0 ;; esac
     export CUDA_VISIBLE_DEVICES=$((part % SANITIZE_GPUS))
   fi
+  case $1 in --part) script=sanitize_driver.py ;; *) script=planted.py ;; esac
   ended=
   if [ -n "$SANITIZE_END" ]; then
     left=$((SANITIZE_END - $(date +%s)))
@@ -32,7 +33,7 @@ if [ "${1:-}" = --one ]; then
     ended="timeout -k 5 $left"
   fi
   if [ "$check" = plain ]; then
-    $ended "$PYTHON" "$here/sanitize_driver.py" "$@"
+    $ended "$PYTHON" "$here/$script" "$@"
   else
     case $check in
       # the bindings ask a driver for functions that it may not have: no fault of a kernel
@@ -41,7 +42,7 @@ if [ "${1:-}" = --one ]; then
       *) options= ;;
     esac
     $ended "$SANITIZE_TOOL" --tool "$check" --print-limit 200 --error-exitcode 9 $options \
-      "$PYTHON" "$here/sanitize_driver.py" "$@"
+      "$PYTHON" "$here/$script" "$@"
   fi >"$SANITIZE_LOGS/$name" 2>&1
   echo $? >"$SANITIZE_LOGS/$name.status"
   exit 0
@@ -99,15 +100,16 @@ skipped=$(cat "$logs"/plain.*[0-9] | grep skipped | sort -u | tr '\n' ';')
 right="$(of_all plain native) native launches right; $(of_all plain Triton) Triton launches right"
 echo "plain      $right; $skipped$(($(seconds) - began)) s"
 
+right_handoffs="right_stores right_small_copies right_bulk_copies right_tensor_copies"
 began=$(seconds)
 {
   each_part racecheck racecheck "$parts" # the slowest first
   each_part memcheck memcheck "$parts"
   each_part synccheck synccheck "$parts"
-  echo planted-memcheck memcheck --planted
-  echo planted-racecheck racecheck --planted
-  echo handoffs-right racecheck --handoffs right
-  echo handoffs-hasty racecheck --handoffs hasty
+  echo planted-memcheck memcheck beyond
+  echo planted-racecheck racecheck unordered
+  echo handoffs-right racecheck $right_handoffs
+  echo handoffs-hasty racecheck hasty_stores
 } | at_once
 
 totals() { # the summaries of all parts as one, number by number

@@ -3,8 +3,6 @@
 python benchmarks/device/sanitize_driver.py              # all kernels; exits 1 on a wrong result
 python benchmarks/device/sanitize_driver.py --part 2/8   # every eighth launch, from the second on
 python benchmarks/device/sanitize_driver.py --list       # names of launches; needs no GPU
-python benchmarks/device/sanitize_driver.py --planted    # two kernels that are wrong on purpose
-python benchmarks/device/sanitize_driver.py --handoffs right  # or hasty: through mbarriers alone
 
 Native kernels are told that the GPU has few multiprocessors: what goes on from tile to tile does so
 in small problems, for the sanitizer makes a launch some hundred times slower.
@@ -14,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import os
 import sys
 import time
@@ -105,11 +102,6 @@ class Launch(NamedTuple):
 
     name: str
     run: Callable[[], None]
-
-
-PLANTED = Path(__file__).with_name("planted.cu")
-RIGHT = ("right_stores", "right_small_copies", "right_bulk_copies", "right_tensor_copies")
-HASTY = ("hasty_stores",)
 
 
 def codes(rows, k):
@@ -327,37 +319,6 @@ def few_multiprocessors():
         torch.cuda.get_device_properties = whole
 
 
-def planted():
-    for name in ("beyond", "unordered"):
-        out = torch.zeros(128, dtype=torch.int32).cuda()  # 512 bytes, which no allocator pads
-        launch_planted(name, 0, (ctypes.c_void_p(out.data_ptr()),))
-
-
-def launch_planted(name, shared, parameters):
-    from farro.cuda.launch import Launch, kernel_function
-
-    function = kernel_function(str(PLANTED), name, "sm_90a", 0, shared)
-    Launch(0, function, (1, 1, 1), 64, shared, 1, parameters).on_current_stream()
-    torch.cuda.synchronize()
-
-
-def handoffs(names):
-    """Rows through one stage and two mbarriers, as in the rings of the native kernels."""
-    from farro.cuda import tensor_map
-
-    rows = 16
-    given = torch.arange(32 * rows, dtype=torch.int32).view(rows, 32)
-    there = given.cuda()
-    described = tensor_map.encode(there.data_ptr(), rows, 128, 128, 1, 128)
-    for name in names:
-        out = torch.zeros_like(there)
-        addresses = (ctypes.c_void_p(t.data_ptr()) for t in (there, out))
-        launch_planted(name, 2048, (described, *addresses, ctypes.c_int(rows)))
-        if name in RIGHT:
-            assert_bit_equal(out.cpu(), given.flip(1), name)
-            print(f"{name} is right")
-
-
 def lacking(kind: str) -> str | None:
     """Why kernels of a kind do not run here, or None."""
     if kind == "Triton":
@@ -379,17 +340,9 @@ def chosen(launches: list[Launch], number: int, parts: int) -> list[tuple[int, L
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--planted", action="store_true")
-    parser.add_argument("--handoffs", choices=("right", "hasty"))
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--part", type=part, default=(1, 1), metavar="I/N")
     options = parser.parse_args()
-    if options.planted:
-        planted()
-        return
-    if options.handoffs:
-        handoffs(RIGHT if options.handoffs == "right" else HASTY)
-        return
     families = {
         "native": [*native(), *native_fp8(), *nvfp4_products(), *moe_layers()],
         "Triton": [*through_triton()],

@@ -34,7 +34,8 @@ from .int8_quantize import QuantizeCase, quantize_cases
 from .layouts import LAYOUTS, Guarded, guarded, laid_out, poisoned_memory
 from .moe_ffn import MoeCase, moe_ffn_cases
 from .moe_route import FinalizeCase, PlanCase, finalize_cases, plan_cases
-from .nvfp4_group_mm import FusedCase, GroupCase, fused_cases, group_mm_cases
+from .nvfp4_group_mm import GroupCase, group_mm_cases
+from .nvfp4_group_mm_swiglu_quant import FusedCase, fused_cases
 from .nvfp4_quantize import (
     ActCase,
     act_cases,
