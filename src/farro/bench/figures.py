@@ -52,15 +52,28 @@ class Point:
     def floor(self) -> float | None:
         return self.us("read floor")
 
-    def us(self, subject: str) -> float | None:
-        row = self._rows.get(subject)
-        return None if row is None else row["us"]
+    @property
+    def tops(self) -> float | None:
+        return self.measure("farro auto", "tops")
 
-    def fastest(self, *wanted: str) -> float | None:
+    @property
+    def graph(self) -> float | None:
+        """Ours as a replay of a CUDA graph, which is what a brief run times."""
+        brief = "graph_us" not in self._rows.get("farro auto", {})
+        return self.ours if brief else self.measure("farro auto", "graph_us")
+
+    def us(self, subject: str) -> float | None:
+        return self.measure(subject, "us")
+
+    def measure(self, subject: str, name: str) -> float | None:
+        row = self._rows.get(subject)
+        return None if row is None else row.get(name)
+
+    def fastest(self, *wanted: str, ending: str = "") -> float | None:
         """The least time of the subjects whose names begin so, farro's own calls apart."""
         own = ("farro auto", "farro cuda", "farro triton", "farro cpu", "farro reference")
-        found = (us for name in self._rows if name.startswith(wanted) and name not in own
-                 for us in [self.us(name)] if us is not None)  # fmt: skip
+        names = (n for n in self._rows if n.startswith(wanted) and n.endswith(ending))
+        found = (us for n in names if n not in own for us in [self.us(n)] if us is not None)
         return min(found, default=None)
 
     def of(self, variant: str) -> Point | None:
@@ -72,6 +85,24 @@ class Point:
 
 def over(a: float | None, b: float | None) -> float | None:
     return None if a is None or b is None else a / b
+
+
+Value = Callable[[Point], float | None]
+Where = Callable[[Point], bool]
+
+
+def when(where: Where, value: Value) -> Value:
+    """Of the points where it holds."""
+    return lambda point: value(point) if where(point) else None
+
+
+def against(*names: str, ending: str = "") -> Value:
+    """The fastest of the peers so named, over ours."""
+    return lambda point: over(point.fastest(*names, ending=ending), point.ours)
+
+
+def over_floor(point: Point) -> float | None:
+    return over(point.ours, point.floor)
 
 
 def judge(figures: Iterable[Figure], rows: Sequence[Row]) -> list[dict[str, Any]]:

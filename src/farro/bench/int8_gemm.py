@@ -9,7 +9,7 @@ import torch
 
 from ..formats.int8_group import group_count, quantize
 from ..ops.int8_gemm import int8_gemm
-from . import peers
+from . import int8_figures, peers
 from .case import Adapter, Case, Missing, Options, Sizes, Subject
 
 _MODELS = (
@@ -126,5 +126,6 @@ ADAPTER = Adapter(
     group_sizes=(32, 64, 128, 256),
     ceiling=ceiling,
     ceiling_ops=ceiling_ops,
+    figures=int8_figures.GEMM,
     summary="INT8 product with scales grouped along K, activations already quantized",
 )

@@ -10,7 +10,7 @@ import torch
 
 from ..formats.int8_group import MAX_CODE, SCALE_FLOOR, group_count
 from ..ops.int8_quantize import quantize_int8_groups
-from . import peers
+from . import int8_figures, peers
 from .case import Adapter, Case, Missing, Options, Sizes, Subject
 
 SHAPES = {
@@ -79,5 +79,6 @@ ADAPTER = Adapter(
     SHAPES,
     ROWS,
     group_sizes=(32, 64, 128, 256),
+    figures=int8_figures.QUANTIZE,
     summary="INT8 codes and one FP32 scale per group, in one pass over x",
 )

@@ -19,7 +19,7 @@ from ..ops.int8_quantize import quantize_int8_groups
 from ..ops.moe_ffn import moe_ffn
 from ..ops.moe_ffn.combine import weighted_sum
 from ..ops.moe_route import dispatch_plan_ragged
-from . import peers
+from . import moe_figures, peers
 from .case import Adapter, Case, Missing, Options, Sizes, Subject
 from .int8_gemm import activations, ceiling, ceiling_ops
 from .kept import kept
@@ -222,5 +222,6 @@ ADAPTER = Adapter(
     rank=rank,
     telling=len(_FIRST_ROWS) - 1,
     about={"routing": ABOUT},
+    figures=moe_figures.LAYER,
     summary="expert layers of models in INT8, routed, tokens already quantized, one call",
 )

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ..ops.moe_route import dispatch_plan, moe_finalize
+from . import nvfp4_figures
 from .case import Adapter, Case, Missing, Options, Sizes, Subject
 from .routing import capacity, routed
 
@@ -77,5 +78,6 @@ ADAPTER = Adapter(
     build,
     SHAPES,
     ROWS,
+    figures=nvfp4_figures.TOKENS,
     summary="each token's rows of the experts' results, weighted and summed",
 )

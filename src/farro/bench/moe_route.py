@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ..ops.moe_route import dispatch_plan, reference
+from . import nvfp4_figures
 from .case import Adapter, Case, Missing, Options, Sizes, Subject
 from .routing import capacity, routed
 
@@ -93,5 +94,6 @@ ADAPTER = Adapter(
     build,
     SHAPES,
     ROWS,
+    figures=nvfp4_figures.PLAN,
     summary="rows for M tokens of K routes each to N experts, int64 ids, in one launch",
 )

@@ -10,6 +10,7 @@ import torch
 
 from ..ops.nvfp4_group_mm import group_mm, group_mm_ragged, group_mm_swiglu_quant
 from ..ops.nvfp4_quantize import dequantize_act, quant_act
+from . import nvfp4_figures
 from .case import Adapter, Case, Missing, Options, Sizes, Subject
 from .grouped_peers import Experts, grouped
 from .sparse_experts import Weight, factor, multiple_of_32, weight
@@ -134,5 +135,6 @@ ADAPTER = Adapter(
     max_error=0.2,  # of the fused form, whose result has codes of 4 bits
     rank=rank,
     telling=2 * len(EQUAL) + 1,  # the first two forms
+    figures=nvfp4_figures.GROUP_MM,
     summary="M tokens for each of E experts with paired-4:8 sparse NVFP4 weights",
 )

@@ -25,6 +25,7 @@ from ..ops.nvfp4_quantize import (
     scatter_quant_act_ragged,
     silu_mul_quant_act,
 )
+from . import nvfp4_figures
 from .case import Adapter, Case, Missing, Options, Sizes, Subject
 from .grouped_peers import Experts, grouped
 from .layer_peers import layers
@@ -201,7 +202,7 @@ def _forms(inputs: Inputs, layer: Layer) -> dict[str, Form]:
             group_mm(both, *operands, **expected)
             return silu_mul_quant_act(both, layer.second, counts, down.n)
 
-        yield Subject("farro auto, two calls", "farro", call, value)
+        yield Subject(nvfp4_figures.TWO_CALLS, "farro", call, value)
 
     def in_padded_rows() -> Iterator[Subject | Missing]:
         """With the least capacity that drops nothing, which the host cannot know in real use."""
@@ -297,5 +298,6 @@ ADAPTER = Adapter(
     rank=rank,
     telling=len(_FIRST_ROWS) + len(_FIRST_VARIANTS) - 2,  # all that are among the first
     about={"routing": ABOUT},
+    figures=nvfp4_figures.MOE,
     summary="expert layers of models, routed: each product, the first one fused, the whole layer",
 )

@@ -15,6 +15,7 @@ import torch
 from ..formats.nvfp4 import BLOCK, E2M1_VALUES, MAX_CODE, MAX_SCALE, MIN_SCALE
 from ..ops import nvfp4_quantize as quantizers
 from ..ops.nvfp4_quantize.activation import Gated
+from . import nvfp4_figures
 from .case import Adapter, Case, Missing, Options, Sizes, Subject
 
 VARIANTS = ("quant_act", "silu_mul_quant_act", "quant_rows")
@@ -94,5 +95,6 @@ ADAPTER = Adapter(
     ROWS,
     variants=VARIANTS,
     max_error=0.2,  # codes of 4 bits
+    figures=nvfp4_figures.QUANTIZE,
     summary="e2m1 codes of activations, two a byte, with a UE4M3 scale for 32 K",
 )

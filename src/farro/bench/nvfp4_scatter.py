@@ -15,6 +15,7 @@ from ..ops.nvfp4_quantize import (
     scatter_quant_act_planned,
     scatter_quant_act_ragged,
 )
+from . import nvfp4_figures
 from .case import Adapter, Case, Options, Sizes
 from .moe_finalize import ROWS, SHAPES
 from .routing import capacity, routed
@@ -76,5 +77,6 @@ ADAPTER = Adapter(
     ROWS,
     variants=VARIANTS,
     max_error=0.2,  # codes of 4 bits
+    figures=nvfp4_figures.TOKENS,
     summary="each expert's rows gathered by a plan and quantized to NVFP4, in one launch",
 )
