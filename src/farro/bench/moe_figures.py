@@ -26,8 +26,8 @@ def _int8_peers(point: Point) -> float | None:
 
 
 def _peers(point: Point) -> float | None:
-    others = over(point.fastest("", ending=" layer"), point.ours), _int8_peers(point)
-    others += (over(point.us(_COMPOSED), point.ours),)
+    layers, composed = point.fastest("", ending=" layer"), point.us(_COMPOSED)
+    others = over(layers, point.ours), over(composed, point.ours), _int8_peers(point)
     return min((ratio for ratio in others if ratio is not None), default=None)
 
 
