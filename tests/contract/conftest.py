@@ -50,7 +50,7 @@ def _label(sample: Sample, kernel: Kernel) -> str:
 
 
 def _is_first(sample: Sample) -> bool:
-    return next(s for s in SAMPLES if s.operator == sample.operator and s.kernels) is sample
+    return next(s for s in SAMPLES if s.operator == sample.operator) is sample
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -59,7 +59,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     With `device` each of them on each device. The fixtures `takes_...`, `has_...`, `is_compiled`,
     `records_grad` and `cuda_only` leave the others out. With `exhaustive` a kernel that a GPU
     compiles at a first call comes twice: with False, and marked slow with True. With
-    `first_of_operator` such kernels are marked slow for all functions of an operator but one.
+    `first_of_operator` such kernels are marked slow for all functions of an operator but one, with
+    `one_function` all kernels and samples are.
     """
     used = metafunc.fixturenames
     names = [n for n in ("sample", "kernel", "device", "exhaustive") if n in used]
@@ -86,7 +87,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
                 case_id = f"{label}-{device}" if "device" in names else label
                 compiles = device == "cuda" and kernel is not None and kernel.backend in COMPILED
                 values["exhaustive"] = not compiles
-                if compiles and "first_of_operator" in used and not _is_first(sample):
+                alone = "one_function" in used or (compiles and "first_of_operator" in used)
+                if alone and not _is_first(sample):
                     marks.append(pytest.mark.slow)
                 cases.append(pytest.param(*(values[n] for n in names), id=case_id, marks=marks))
                 if compiles and "exhaustive" in names:
@@ -120,6 +122,11 @@ def _place(item: pytest.Item) -> tuple[int, int, int]:
 @pytest.fixture
 def first_of_operator() -> None:
     """One function stands for all of its operator, which share their kernels."""
+
+
+@pytest.fixture
+def one_function() -> None:
+    """The same, wherever it runs: of a function that is traced for long."""
 
 
 @pytest.fixture

@@ -21,6 +21,7 @@ from .samples import SAMPLES, tensors
 
 ROWS = (0, 1, 2, 3, 17, 64, 1000)
 LATE = (1, 2, 3, 17, 64, 0, 1000)
+ORDERS = ("0 first", "0 late")
 
 
 class _Recorder(TorchDispatchMode):
@@ -74,18 +75,7 @@ def counting():
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize(
-    "dynamic, order",
-    [
-        pytest.param(None, ROWS, id="automatic-0 first"),
-        pytest.param(True, LATE, id="dynamic-0 late"),
-        pytest.param(None, LATE, id="automatic-0 late", marks=pytest.mark.slow),
-        pytest.param(True, ROWS, id="dynamic-0 first", marks=pytest.mark.slow),
-    ],
-)
-def test_scenario_12_rows_in_three_graphs(
-    dynamic, order, sample, is_forward, device, generator, counting
-) -> None:
+def _rows_in_three_graphs(dynamic, order, sample, device, generator, counting) -> None:
     compiled = torch.compile(
         lambda inputs: sample.function(**inputs),
         fullgraph=True,
@@ -100,7 +90,23 @@ def test_scenario_12_rows_in_three_graphs(
     assert 1 <= counting.graphs <= sample.graphs
 
 
-def test_scenario_12_out_in_three_graphs(sample, takes_out, device, generator, counting) -> None:
+@pytest.mark.parametrize("order", [ROWS, pytest.param(LATE, marks=pytest.mark.slow)], ids=ORDERS)
+def test_scenario_12_rows_in_three_graphs(
+    order, sample, is_forward, device, generator, counting
+) -> None:
+    _rows_in_three_graphs(None, order, sample, device, generator, counting)
+
+
+@pytest.mark.parametrize("order", [pytest.param(ROWS, marks=pytest.mark.slow), LATE], ids=ORDERS)
+def test_scenario_12_dynamic_rows_in_three_graphs(
+    order, sample, is_forward, one_function, device, generator, counting
+) -> None:
+    _rows_in_three_graphs(True, order, sample, device, generator, counting)
+
+
+def test_scenario_12_out_in_three_graphs(
+    sample, takes_out, one_function, device, generator, counting
+) -> None:
     compiled = torch.compile(
         lambda inputs, out: sample.function(**inputs, out=out), fullgraph=True, backend=counting
     )
@@ -162,10 +168,14 @@ def _allclose(a: torch.Tensor, b: torch.Tensor, **options: Any) -> bool:
 
 
 compare_close = torch.allclose
+_FAKES = "test_faketensor"
 
 
 def test_opcheck(sample, takes_backend, device, generator, monkeypatch) -> None:
-    """Schema, autograd registration, fakes, and tracing with dynamic shapes, of every torch op."""
+    """Schema, autograd registration, fakes, and tracing with dynamic shapes, of every torch op.
+
+    Traced once: shapes are dynamic, and it takes most of the time.
+    """
     monkeypatch.setattr(torch, "allclose", _allclose)
     options = list(sample.variants.values())
     for chosen in (options[0], options[1], {**options[0], "m": 0}):
@@ -173,7 +183,8 @@ def test_opcheck(sample, takes_backend, device, generator, monkeypatch) -> None:
         calls = _torch_calls(sample, inputs)
         assert calls
         for function, args in calls:
-            torch.library.opcheck(function, args)
+            given = {} if chosen is options[0] else {"test_utils": ("test_schema", _FAKES)}
+            torch.library.opcheck(function, args, **given)
 
 
 def test_opcheck_covers_every_torch_op(generator) -> None:
