@@ -1,5 +1,6 @@
 // Kernels that each use one piece of farro/cuda/include, for test_headers.py.
 #include "experts.cuh"
+#include "fp8_codes.cuh"
 #include "fp8_scales.cuh"
 #include "nvfp4.cuh"
 #include "output.cuh"
@@ -463,6 +464,17 @@ __global__ void __launch_bounds__(32)
 __global__ void gelu_all(const float* from, float* to, int count) {
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
   if (i < count) to[i] = gelu_tanh(from[i]);
+}
+
+// Four neighbours share a scale.
+__global__ void encode_fours(const float* from, float* scale, u32* to, int count) {
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i >= count) return;
+  u32 largest = 0;
+  for (int j = 0; j < 4; ++j) largest = max(largest, __float_as_uint(from[4 * i + j]) & 0x7fffffff);
+  const float* four = from + 4 * i;
+  scale[i] = scale_of(largest);
+  to[i] = codes_of(four[0], four[1], four[2], four[3], inverse_of(scale[i]));
 }
 
 // ---- Parts of the NVFP4 kernels ----

@@ -19,6 +19,7 @@ LARGE_REGISTERS = 168  # at launch: setmaxnreg moves registers only if all 168 *
 SWIGLU = [
     *(swiglu.Config("large", rows, swiglu._deepest(rows)) for rows in (64, 128)),
     *(swiglu.Config("small", *sizes) for sizes in ((8, 12, 4), (16, 8, 1), (32, 8, 2), (64, 6, 2))),
+    *(swiglu.Config("medium", *sizes) for sizes in ((128, 6, 2), (64, 8, 1))),
 ]
 SLOW = SWIGLU[:1] + SWIGLU[3:5]  # of these others are like them
 
@@ -57,12 +58,14 @@ def check_swiglu(config, tmp_path):
     kernel = compiled(*swiglu.kernel_name(config))
     lines = disassembled(kernel.cubin, tmp_path)
     large, rows = config.policy == "large", config.rows
-    columns, per_turn = (128, 8) if large else (rows, 4)
+    columns, per_turn = (128, 8) if large else (rows if config.policy == "small" else 128, 4)
     check_products(kernel, lines, f"QGMMA.64x{columns}x32.F32.E4M3.E4M3", per_turn, str(config))
     registers, stack = kernel.registers, kernel.stack
     if large:  # a single warpgroup that multiplies takes what it needs
         assert registers == LARGE_REGISTERS if rows == 128 else registers <= 255, config
         assert stack <= 64, f"{config}: {stack} bytes of stack"
+    elif config.policy == "medium":
+        assert registers <= 168 and stack == 0, f"{config}: {registers} registers, {stack}"
     else:
         assert some_held(lines), f"{config}: nothing multiplies while sums are added"
         most = max(64, 40 + rows // 2 * 3)
@@ -139,7 +142,7 @@ def test_every_tile_and_epilogue(name, policy, tmp_path):
 
 def test_the_shapes_are_all_there_are():
     counts = {name: len(shapes(kind)) for name, kind in KINDS.items()}
-    assert counts == {"scaled": 14 + 24, "promoted": 14 + 20, "fast": 18 + 5 + 20}
+    assert counts == {"scaled": 14 + 24, "promoted": 14 + 24, "fast": 18 + 5 + 20}
     every = [c for kind in KINDS.values() for c in shapes(kind)]
     checked = [c for _, c, _ in SPREAD]
     assert {c.tile for c in checked} == {c.tile for c in every}

@@ -49,6 +49,7 @@ NAMES = (
     *(f"row_scales<{rows}>" for rows in (64, 192)),
     *(f"{name}<{bf16}>" for name in ("multiply_pairs", "expand_units") for bf16 in BOOLEANS),
     *("reverse_in_pairs", "trade_registers", "read_bias", "visit", "gelu_all"),
+    "encode_fours",
     *("copy_bulk", "expand_blocks", "rows_of_experts", "decode_bytes", "widen_halves"),
     *("copy_partly", "write_late", "read_after", "share_tiles", "first_of_warp"),
 )
@@ -585,6 +586,22 @@ def test_gelu(generator):
     right = (got - exact).abs() <= allowed
     right |= (got == exact) | (got.isnan() & exact.isnan())
     assert right.all(), [(float(v), float(g)) for v, g in zip(x[~right], got[~right])][:5]
+
+
+@pytest.mark.gpu
+def test_codes_of_e4m3():
+    given = torch.randn(4096, 4) * torch.tensor([1e-30, 1e-3, 1.0, 1e30]).repeat(1024)[:, None]
+    given[::7] = 0.0
+    given[5, 1], given[9, 2], given[13, 0] = float("nan"), float("inf"), float("-inf")
+    scale, codes = torch.full((4096,), -1.0, device="cuda"), torch.zeros(4096, 4, device="cuda")
+    codes = codes.to(torch.uint8)
+    launch("encode_fours", (given.cuda(), scale, codes, ctypes.c_int(4096)), 256, blocks=16)
+    want = (given.abs().amax(1) / 448).clamp_min(1e-12)
+    assert_bit_equal(scale.cpu(), want)
+    finite = want.isfinite()
+    assert (codes.cpu()[~finite] & 127 == 127).all() and finite.sum() == 4093
+    exact = (given * want.reciprocal()[:, None]).clamp(-448, 448).to(torch.float8_e4m3fn)
+    assert torch.equal(codes.cpu()[finite], exact.view(torch.uint8)[finite])
 
 
 class Rows(ctypes.Structure):

@@ -19,9 +19,10 @@ _BYTES = {"i64": 8, "int": 4, "float": 4}
 class Launch:
     """Stands in for farro.cuda.launch.Launch: keeps its arguments, counts how often it ran."""
 
-    def __init__(self, *arguments):
+    def __init__(self, *arguments, **more):
         names = ("device", "function", "grid", "threads", "shared", "cluster", "parameters")
-        self.__dict__.update(zip(names, arguments))
+        self.overlaps = False
+        self.__dict__.update(zip((*names, "overlaps"), arguments), **more)
         self.fired = 0
 
     def on_current_stream(self):

@@ -161,7 +161,7 @@ def test_illegal_configurations():
     large, small = Config("large", 256, 128, 4), Config("small", 16, 64, 8, 2)
     forms = [Config("small", 64, 64, 4, **form) for form in ({"ahead": False}, {"multicast": 2})]
     for kind in KINDS.values():
-        assert all((configs.refuses(c, kind) is None) == kind.scaled for c in forms)
+        assert all((configs.refuses(c, kind) is None) == (not kind.fast) for c in forms)
         assert configs.refuses(large, kind) is None and configs.refuses(small, kind) is None
         for base, change in (
             *((large, c) for c in ({"rows": 192}, {"columns": 104}, {"columns": 256})),

@@ -6,7 +6,6 @@ Its results are in test_fp8_swiglu_sm90_gpu.py.
 from __future__ import annotations
 
 import dataclasses
-import shutil
 
 import pytest
 import torch
@@ -28,6 +27,7 @@ from .native_facts import compiles, fields_of, matrix, offsets_of, pretend, size
 FP32 = torch.float32
 H200 = "nvidia_h200"
 LARGE, SMALL = Config("large", 128, 4, raster=16), Config("small", 16, 8, 2)
+MEDIUM = Config("medium", 128, 6, 2)
 SIZES = (16, 32, 64, 80, 128, 144, 1008, 2048, 7168, 18432)
 ROWS = (1, 2, 8, 9, 16, 33, 64, 65, 128, 129, 1000, 8192, 32769)
 sizes = st.one_of(st.sampled_from(SIZES), st.integers(1, 2**14).map(lambda x: 16 * x))
@@ -57,8 +57,9 @@ def legal():
     found = [
         *(Config("large", r, stages) for r in sm90._ROWS["large"] for stages in range(3, 9)),
         *(
-            Config("small", r, stages, split)
-            for r in sm90._ROWS["small"]
+            Config(policy, r, stages, split)
+            for policy in ("medium", "small")
+            for r in sm90._ROWS[policy]
             for stages in (3, 4, 6, 8, 12, 16)
             for split in sm90._SPLITS
         ),
@@ -75,7 +76,7 @@ def test_every_choice_is_legal(m, n, k, device):
         assert Config(**chosen.as_dict()) == chosen
         assert sm90.shared_bytes(chosen) <= configs.SHARED_LIMIT
     wanted = sm90.candidates(problem)
-    assert 2 <= len(set(wanted)) == len(wanted) <= 60
+    assert 2 <= len(set(wanted)) == len(wanted) <= 80
 
 
 def test_the_choice_without_a_table():
@@ -90,11 +91,13 @@ def test_the_choice_without_a_table():
 
 
 def test_illegal_configurations():
-    assert sm90.refuses(LARGE) is None and sm90.refuses(SMALL) is None
+    assert all(sm90.refuses(c) is None for c in (LARGE, MEDIUM, SMALL))
     for base, change in (
         *((LARGE, c) for c in ({"rows": 256}, {"rows": 8}, {"stages": 2}, {"stages": 5})),
         *((LARGE, c) for c in ({"raster": 0}, {"raster": 65}, {"split": 2}, {"policy": "huge"})),
         *((LARGE, c) for c in ({"rows": 128.0}, {"stages": "4"}, {"raster": None})),
+        *((LARGE, c) for c in ({"rest": 3}, {"rest": True}, {"rest": None})),
+        *((MEDIUM, c) for c in ({"rows": 32}, {"stages": 7}, {"split": 8}, {"rest": 1})),
         *((SMALL, c) for c in ({"rows": 128}, {"rows": 24}, {"stages": 17}, {"stages": 2})),
         *((SMALL, c) for c in ({"split": 3}, {"split": 8}, {"split": True}, {"split": 0})),
     ):
@@ -202,7 +205,7 @@ def test_parameters_and_maps(monkeypatch):
     pretend(monkeypatch, sm90)
     m, n, k = 300, 208, 1040
     output, scale = matrix(m, n, (212, 1), dtype=E4M3), matrix(m, 2, (1, m))
-    for config in (LARGE, Config("large", 64, 5), SMALL, Config("small", 64, 6)):
+    for config in (LARGE, Config("large", 64, 5), MEDIUM, SMALL, Config("small", 64, 6)):
         tensors = given_of(m, n, k, output, scale)
         launch = sm90.prepare(config, *tensors)
         first, second, p, o = launch.parameters
@@ -212,6 +215,10 @@ def test_parameters_and_maps(monkeypatch):
             assert (first, second) == (tokens, ("groups", *weight, 8, 128))
             assert launch.grid == (-(-m // config.rows) * 2, 1, 1) and launch.cluster == 1
             assert launch.threads == 128 + 2 * config.rows
+        elif config.policy == "medium":
+            assert (first, second) == (tokens, (*weight, 64, 128))
+            assert launch.grid == (3 * 2 * 4, 1, 1) and launch.cluster == 4
+            assert launch.threads == 320
         else:
             assert (first, second) == ((*weight, 64, 128), tokens)
             assert launch.cluster == 2 * config.split <= 8
@@ -223,15 +230,36 @@ def test_parameters_and_maps(monkeypatch):
         assert (p.m, p.k, p.raster) == (m, k, config.raster)
         assert (o.codes, o.scale) == (output.data_ptr(), scale.data_ptr())
         assert (o.codes_row, o.scale_row, o.scale_block, o.columns) == (212, 1, m, n)
+        assert (o.first_tile, o.tiles) == (0, 2)
         assert launch.shared == sm90.shared_bytes(config)
         assert launch.function == (*sm90.kernel_name(config), "sm_90a", -1, launch.shared)
     many = sm90.prepare(LARGE, *given_of(4096, 2048, 16))
     assert many.grid == (132, 1, 1)
 
 
+@pytest.mark.parametrize("n,whole", [(18432, 132), (12288, 66), (8448, 66), (2048, 0)])
+def test_columns_beyond_whole_rounds_go_to_medium_tiles(n, whole, monkeypatch):
+    pretend(monkeypatch, sm90)
+    config = Config("large", 128, 4, rest=2)
+    found = sm90.prepare(config, *given_of(256, n, 16))
+    launches = getattr(found, "_launches", (found,))
+    assert len(launches) == 1 + (0 < whole < n // 128)
+    at = 0
+    for launch in launches:
+        o = launch.parameters[-1]
+        large = at < whole
+        assert (o.columns, o.first_tile, o.tiles) == (n, at, whole if large else n // 128 - at)
+        assert launch.grid[0] == (132 if large else o.tiles * 2 * launch.cluster)
+        assert launch.cluster == (1 if large else 4) and launch.overlaps == (at > 0)
+        at += o.tiles
+    assert at == n // 128
+
+
 def test_kernels_are_named():
     folder = "ops/fp8_swiglu_quantize"
     assert sm90.kernel_name(LARGE) == (f"{folder}/sm90_large.cu", "fp8_swiglu<2, 4>")
+    medium = f"{folder}/sm90_medium.cu", "fp8_swiglu_medium<2, 6, 2>"
+    assert sm90.kernel_name(MEDIUM) == medium
     assert sm90.kernel_name(SMALL) == (f"{folder}/sm90_small.cu", "fp8_swiglu_small<16, 8, 2>")
 
 
@@ -252,7 +280,7 @@ def test_every_address_counts(monkeypatch, bad):
     assert [launch.fired for launch in gemm.Prepared._launches.values()] == [2, 1]
 
 
-@pytest.mark.parametrize("config", (LARGE, SMALL), ids=str)
+@pytest.mark.parametrize("config", (LARGE, MEDIUM, SMALL), ids=str)
 def test_nothing_to_sum_or_to_write_needs_no_kernel(config, monkeypatch):
     monkeypatch.setattr(sm90, "prepare", None)  # nothing may be launched
     output = torch.full((3, 64), float("nan")).to(E4M3)[:, :32]
@@ -274,6 +302,10 @@ FACTS = {
 static_assert(L::bytes == %d && L::full %% 8 == 0 && L::b %% 1024 == 0 && L::b_bytes %% 1024 == 0);
 static_assert(L::scales %% 16 == 0 && L::scale_floats %% 4 == 0, "16-byte copies of scales");
 """,
+    "medium": """
+static_assert(L::bytes == %d && L::full %% 8 == 0 && L::b %% 1024 == 0 && L::b_bytes %% 1024 == 0);
+static_assert(L::scales %% 16 == 0 && L::pitch %% 4 == 0 && L::a_bytes %% 1024 == 0, "vectors");
+""",
     "small": """
 static_assert(L::bytes == %d && L::full %% 8 == 0 && L::empty - L::full == L::bytes - L::empty);
 static_assert(L::tokens %% 1024 == 0 && L::token_bytes %% 1024 == 0, "swizzle atoms");
@@ -286,7 +318,8 @@ static_assert(L::scales %% 8 == 0 && L::scale_floats %% 2 == 0 && L::pitch %% 4 
 def test_parameters_and_shared_memory(policy, tmp_path):
     header = (SOURCES / "fp8_swiglu.cuh").read_text()
     assert fields_of("Output", header) == sizes_of(sm90._Output)
-    layout = {"large": "Shared<{0.rows}, {0.stages}>", "small": "Layout<{0.rows}, {0.stages}>"}
+    layout = dict.fromkeys(("medium", "small"), "Layout<{0.rows}, {0.stages}>")
+    layout["large"] = "Shared<{0.rows}, {0.stages}>"
     facts = {
         f"using L = {layout[policy].format(c)};" + FACTS[policy] % (sm90.shared_bytes(c) - 1024)
         for c in legal()
@@ -296,5 +329,4 @@ def test_parameters_and_shared_memory(policy, tmp_path):
     inside = (f"namespace layout{i} {{ {fact} }}" for i, fact in enumerate(sorted(facts)))
     include = f'#include "{SOURCES / f"sm90_{policy}.cu"}"'
     structures = offsets_of("Output", sm90._Output), offsets_of("Problem", gemm._Parameters)
-    shutil.copy(SOURCES / "fp8_swiglu.cuh", tmp_path)  # headers are looked for beside the source
     compiles("\n".join([include, *structures, *inside]), tmp_path)

@@ -24,14 +24,21 @@ from .sm90_forced import compile_all, skip_without_it
 pytestmark = pytest.mark.gpu
 CONFIGS = (  # each tile with a shallow ring, so that it goes around
     *(Config("large", rows, 3, raster=4) for rows in sm90._ROWS["large"]),
-    *(Config("small", rows, 4, split) for rows in sm90._ROWS["small"] for split in sm90._SPLITS),
+    *(
+        Config(policy, rows, 4, split)
+        for policy in ("medium", "small")
+        for rows in sm90._ROWS[policy]
+        for split in sm90._SPLITS
+    ),
 )
 DEEP = (
     *(Config("large", rows, sm90._deepest(rows)) for rows in sm90._ROWS["large"]),
     *(Config("small", 8, 12, 4), Config("small", 16, 3, 2), Config("small", 64, 6)),
+    *(Config("medium", 128, 6, 2), Config("large", 128, 4, rest=2)),
 )
 # beyond a tile of each size and a single tile; N in 16 up to both halves of a tile, tails of K
 SHAPES = ((1, 16, 16), (9, 80, 304), (65, 128, 1040), (130, 208, 528), (70, 400, 2064))
+TWO_LAUNCHES = (250, 9360, 144)  # a round of large tiles, and more
 MANY_TILES = (2100, 1104, 400)  # more tiles than SMs, so that rings go on from tile to tile
 CHOICES = (1, 8, 9, 17, 33, 64, 65, 129, 300)
 
@@ -39,7 +46,8 @@ CHOICES = (1, 8, 9, 17, 33, 64, 65, 129, 300)
 @pytest.fixture(scope="module", autouse=True)
 def compiled():
     skip_without_it()
-    compile_all([sm90.kernel_name(config) for config in (*CONFIGS, *DEEP)])
+    rests = filter(None, map(sm90.rest_of, DEEP))
+    compile_all([sm90.kernel_name(config) for config in (*CONFIGS, *DEEP, *rests)])
 
 
 @dataclasses.dataclass
@@ -115,6 +123,14 @@ def test_every_tile(config, generator):
             if (m, n, k) != MANY_TILES or config.policy == "large":
                 given = operands(m, n, k, generator, exact)
                 given.check(*forced(config, given), given.want(), f"{config} {m}x{n}x{k}")
+
+
+@pytest.mark.parametrize("rest", sm90._SPLITS)
+def test_columns_beyond_whole_rounds(rest, generator):
+    for exact in (True, False):
+        given = operands(*TWO_LAUNCHES, generator, exact)
+        config = Config("large", 128, 4, rest=rest)
+        given.check(*forced(config, given), given.want(), f"{config}")
 
 
 @pytest.mark.parametrize("config", (*CONFIGS[:3], *DEEP), ids=str)

@@ -117,6 +117,17 @@ class Launch:
             raise RuntimeError(f"cuLaunchKernelEx: {error} for grid and threads {self._shape}")
 
 
+class Launches:
+    """Kernels one after the other, in the place of one."""
+
+    def __init__(self, *launches: Launch) -> None:
+        self._launches = launches
+
+    def on_current_stream(self) -> None:
+        for launch in self._launches:
+            launch.on_current_stream()
+
+
 @functools.lru_cache(maxsize=1024)
 def kernel_function(source: str, name: str, arch: str, device: int, shared_bytes: int) -> Any:
     """The compiled kernel, allowed at least `shared_bytes` of dynamic shared memory on `device`."""

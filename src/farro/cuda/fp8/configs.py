@@ -127,10 +127,11 @@ def refuses(config: Config, kind: Kind, m: int = 1) -> str | None:
 
 
 def _has_form(c: Config, kind: Kind) -> bool:
-    """Beside K split, what products by blocks were found to gain from."""
+    """Beside K split, what products with promotion were found to gain from."""
     if c.ahead and c.multicast == 1:
         return True
-    return kind.scaled and c.rows in _LONG and c.cluster == 1 and (c.ahead, c.multicast) in _FORMS
+    whole = c.rows in _LONG and c.cluster == 1
+    return not kind.fast and whole and (c.ahead, c.multicast) in _FORMS
 
 
 def _refuses_large(c: Config, kind: Kind) -> str | None:

@@ -15,7 +15,7 @@ import torch
 
 from ...dispatch import insert
 from .. import tensor_map
-from ..launch import Launch, kernel_function
+from ..launch import Launch, Launches, kernel_function
 from .configs import DEPTH, Config, Kind, shared_bytes
 
 _BIAS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
@@ -180,7 +180,7 @@ class Prepared:
     rows.
     """
 
-    _launches: ClassVar[dict[Any, Launch]] = {}
+    _launches: ClassVar[dict[Any, Launch | Launches]] = {}
     _limit: ClassVar[int] = 16384
     _count: ClassVar[Iterator[int]] = itertools.count()
 
@@ -188,7 +188,7 @@ class Prepared:
         self._kind_of_call = next(self._count)
 
     def run(
-        self, device: torch.device, tensors: Sequence[Any], prepare: Callable[[], Launch]
+        self, device: torch.device, tensors: Sequence[Any], prepare: Callable[[], Launch | Launches]
     ) -> None:
         """Launch for `tensors` (or floats, or None), prepared when first seen."""
         key = (

@@ -21,9 +21,19 @@ from ...checks import (
 from ...dispatch import Kernel, Operator, explained_by, remember, select
 from ...formats.fp8 import E4M3, KINDS, SCALE_FLOOR, dequantize, scale_shape
 from ...problem import Problem
-from . import cpu, triton
+from . import cpu, sm90, triton
 
 KERNELS = (
+    Kernel(
+        "fp8_quantize.cuda_sm90",
+        "cuda",
+        run="ops.fp8_quantize.sm90:run",
+        bind="ops.fp8_quantize.sm90:bind",
+        needs=frozenset({"wgmma"}),
+        why_not=sm90.why_not,
+        config=sm90.config,
+        yields=sm90.yields,
+    ),
     Kernel(
         "fp8_quantize.cpu",
         "cpu",

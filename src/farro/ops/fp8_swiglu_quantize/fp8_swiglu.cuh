@@ -1,6 +1,7 @@
 // What both kernels of fp8_swiglu_quantize share: where results go, SwiGLU, scales and codes.
 #pragma once
 
+#include "fp8_codes.cuh"
 #include "fp8_problem.cuh"
 
 namespace farro {
@@ -10,6 +11,7 @@ struct Output {
   float* scale;
   i64 codes_row, scale_row, scale_block;
   int columns;  // N: gate rows of the weight are [0, N), up rows [N, 2 N)
+  int first_tile, tiles;  // of the tiles of 128 columns, those that this launch writes
 };
 
 // x / (1 + exp(-x)); -Inf gives NaN. By the root of exp(-|x|): nothing overflows or vanishes, and
@@ -27,28 +29,53 @@ __device__ __forceinline__ float swiglu(float gate, float up) {
   return rounded(__fmul_rn(rounded(silu(gate)), up));
 }
 
-// From the bits of the largest magnitude: as integers they order as values do, NaN above all.
-__device__ __forceinline__ float scale_of(u32 largest) {
-  const float scale = __fdiv_rn(__uint_as_float(largest), 448.0f);
-  return scale < 1e-12f ? 1e-12f : scale;  // NaN stays
-}
-
-// What values are multiplied by; NaN where the scale is not finite, so that all codes are.
-__device__ __forceinline__ float inverse_of(float scale) {
-  const float infinity = __uint_as_float(0x7f800000);
-  return scale < infinity ? __fdiv_rn(1.0f, scale) : __uint_as_float(0x7fffffff);
-}
-
-// Four codes of neighbouring columns; beyond +-448 they saturate, NaN stays NaN.
-__device__ __forceinline__ u32 codes_of(float a, float b, float c, float d, float inverse) {
-  u16 low, high;
-  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;"
-      : "=h"(low)
-      : "f"(__fmul_rn(b, inverse)), "f"(__fmul_rn(a, inverse)));
-  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;"
-      : "=h"(high)
-      : "f"(__fmul_rn(d, inverse)), "f"(__fmul_rn(c, inverse)));
-  return low | static_cast<u32>(high) << 16;
+// The end of a cluster that owns TOKENS tokens and 128 columns: CTA 2 s + h has left the sums of run s
+// of K for half h of the columns at `totals`, as [gate, up][TOKENS][PITCH] floats. Every CTA takes some
+// of the tokens and adds the runs in the order of K. A half warp for a token: eight columns a lane, the
+// first half of the lanes on the first half.
+template <int TOKENS, int PITCH, int THREADS, int SPLIT>
+__device__ __forceinline__ void finish_cluster(const Problem& p, const Output& o, u32 totals,
+                                               int first_token, int column_tile, int rank) {
+  constexpr int kCluster = 2 * SPLIT;
+  const int lane = threadIdx.x % 32, inner = lane % 16, column = column_tile * 128 + inner * 8;
+  for (int token = (threadIdx.x / 16) * kCluster + rank; token < TOKENS;
+       token += THREADS / 16 * kCluster) {
+    const u32 at = totals + 4 * (token * PITCH + inner % 8 * 8);
+    float gate[8] = {}, up[8] = {};
+#pragma unroll
+    for (int s = 0; s < SPLIT; ++s) {
+      const u32 from = map_to_rank(at, 2 * s + inner / 8);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float4 g = load_remote(from + 16 * half);
+        const float4 u = load_remote(from + 4 * TOKENS * PITCH + 16 * half);
+        gate[4 * half] += g.x, gate[4 * half + 1] += g.y;
+        gate[4 * half + 2] += g.z, gate[4 * half + 3] += g.w;
+        up[4 * half] += u.x, up[4 * half + 1] += u.y;
+        up[4 * half + 2] += u.z, up[4 * half + 3] += u.w;
+      }
+    }
+    u32 largest = 0;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      gate[i] = swiglu(gate[i], up[i]);
+      if (column < o.columns) largest = max(largest, __float_as_uint(gate[i]) & 0x7fffffff);
+    }
+    const u32 here = 0xffffu << (lane & 16);  // the other half may have no token left
+#pragma unroll
+    for (int step = 1; step < 16; step *= 2)
+      largest = max(largest, __shfl_xor_sync(here, largest, step));
+    const float scale = scale_of(largest), inverse = inverse_of(scale);
+    const i64 row = first_token + token;
+    if (row < p.m) {
+      if (inner == 0) o.scale[row * o.scale_row + column_tile * o.scale_block] = scale;
+      if (column < o.columns) {
+        u32* to = reinterpret_cast<u32*>(o.codes + row * o.codes_row + column);
+        to[0] = codes_of(gate[0], gate[1], gate[2], gate[3], inverse);
+        to[1] = codes_of(gate[4], gate[5], gate[6], gate[7], inverse);
+      }
+    }
+  }
 }
 
 }  // namespace farro

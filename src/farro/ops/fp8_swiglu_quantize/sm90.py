@@ -1,4 +1,4 @@
-"""fp8_swiglu_quantize on SM90a: tiles and launches of sm90_large.cu and sm90_small.cu."""
+"""fp8_swiglu_quantize on SM90a: tiles and launches of the kernels of sm90_*.cu."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import torch
 
 from ...cuda import tensor_map
 from ...cuda.fp8 import configs, gemm
-from ...cuda.launch import Launch, kernel_function
+from ...cuda.launch import Launch, Launches, kernel_function
 from ...problem import Problem, TensorSpec
 from ...tuning import chosen, table, takes
 
 _COLUMNS = 128  # of gate, and of up, in a tile
 _FOLDER = "ops/fp8_swiglu_quantize"
-_ROWS = {"large": (64, 128), "small": (8, 16, 32, 64)}
+_ROWS = {"large": (64, 128), "medium": (64, 128), "small": (8, 16, 32, 64)}
 _SPLITS = (1, 2, 4)
 
 
@@ -25,11 +25,13 @@ _SPLITS = (1, 2, 4)
 class Config:
     """`rows` x 128 outputs a tile, `stages` in the ring."""
 
-    policy: str  # "large" (persistent) or "small" (operands swapped, halves of a tile in a cluster)
+    # "large" (persistent), "medium" (halves of a tile in a cluster), "small" (and operands swapped)
+    policy: str
     rows: int
     stages: int
-    split: int = 1  # small: runs of K
+    split: int = 1  # medium, small: runs of K
     raster: int = 8  # large: row tiles visited together
+    rest: int = 0  # large: columns beyond whole rounds go to medium tiles, with so many runs of K
 
     @property
     def tile(self) -> tuple[int, int]:
@@ -46,6 +48,10 @@ def shared_bytes(config: Config) -> int:
         scales = configs.SCALE_STAGES * configs.SCALE_BLOCKS * (c.rows + 2) * 4
         barriers = 16 * (c.stages + configs.SCALE_STAGES)
         return c.stages * (c.rows + 2 * _COLUMNS) * 128 + scales + barriers + 1024
+    if c.policy == "medium":
+        scales = configs.SCALE_STAGES * configs.SCALE_BLOCKS * (c.rows + 2) * 4
+        barriers = 16 * (c.stages + configs.SCALE_STAGES)
+        return c.stages * (c.rows + _COLUMNS) * 128 + scales + barriers + 1024
     return c.stages * ((c.rows + _COLUMNS) * 128 + (c.rows + 4) * 4 + 16) + 1024
 
 
@@ -59,9 +65,11 @@ def refuses(config: Config, m: int = 1) -> str | None:
         return "no such tile"
     if shared_bytes(c) > configs.SHARED_LIMIT:
         return f"{shared_bytes(c)} bytes of shared memory, the limit is {configs.SHARED_LIMIT}"
-    if c.split not in (_SPLITS if c.policy == "small" else (1,)):
+    if c.split not in ((1,) if c.policy == "large" else _SPLITS):
         return "no such split of K"
-    return None if c.policy == "large" or m <= 65535 * c.rows else "too many tiles of tokens"
+    if type(c.rest) is not int or c.rest not in ((0, *_SPLITS) if c.policy == "large" else (0,)):
+        return "no such split of the rest's K"
+    return None if c.policy != "small" or m <= 65535 * c.rows else "too many tiles of tokens"
 
 
 def candidates(problem: Problem) -> list[Config]:
@@ -78,7 +86,16 @@ def candidates(problem: Problem) -> list[Config]:
         for split in _SPLITS
         if m > rows // 2 or rows == 8
     ]
-    found = (*(large if m > 32 else ()), *(small if m <= 128 else ()))
+    # where tiles of 128 columns are few, or a last round of them is
+    medium = [
+        Config("medium", rows, stages, split)
+        for rows, stages in ((64, 4), (64, 8), (128, 6))
+        for split in _SPLITS
+        if m > rows // 2
+    ]
+    more = [Config("large", 128, _deepest(128), rest=rest) for rest in _SPLITS]
+    found = [*(large if m > 32 else ()), *(small if m <= 128 else ())]
+    found += [*(medium if 32 < m <= 512 else ()), *(more if 128 < m <= 512 else ())]
     return [c for c in found if refuses(c, m) is None]
 
 
@@ -140,6 +157,8 @@ def kernel_name(config: Config) -> tuple[str, str]:
     source = f"{_FOLDER}/sm90_{c.policy}.cu"
     if c.policy == "large":
         return source, f"fp8_swiglu<{c.rows // 64}, {c.stages}>"
+    if c.policy == "medium":
+        return source, f"fp8_swiglu_medium<{c.rows // 64}, {c.stages}, {c.split}>"
     return source, f"fp8_swiglu_small<{c.rows}, {c.stages}, {c.split}>"
 
 
@@ -149,7 +168,7 @@ class _Output(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("codes", "scale")),
         *((name, ctypes.c_int64) for name in ("codes_row", "scale_row", "scale_block")),
-        ("columns", ctypes.c_int),
+        *((name, ctypes.c_int) for name in ("columns", "first_tile", "tiles")),
     )
 
 
@@ -187,31 +206,65 @@ def prepare(
     weight_scale: torch.Tensor,
     output: torch.Tensor,
     output_scale: torch.Tensor,
+) -> Launch | Launches:
+    """The launch, or both, for these addresses; M, N and K are not 0."""
+    tensors = (x, weight, input_scale, weight_scale, output, output_scale)
+    count = torch.cuda.get_device_properties(x.get_device()).multi_processor_count
+    tiles, rest = -(-output.shape[1] // _COLUMNS), rest_of(config)
+    whole = _whole_rounds(config, len(x), tiles, count)
+    if rest is None or whole in (0, tiles):
+        return _prepare(config if whole or rest is None else rest, tensors, 0, tiles, count)
+    first = _prepare(config, tensors, 0, whole, count)
+    return Launches(first, _prepare(rest, tensors, whole, tiles - whole, count, overlaps=True))
+
+
+def rest_of(config: Config) -> Config | None:
+    """What the columns beyond whole rounds of large tiles go to."""
+    if config.rest == 0:
+        return None
+    return Config("medium", config.rows, 6 if config.rows == 128 else 8, config.rest)
+
+
+def _whole_rounds(config: Config, m: int, tiles: int, multiprocessors: int) -> int:
+    """Of `tiles` columns of tiles, those in rounds that fill the multiprocessors."""
+    row_tiles = -(-m // config.rows)
+    return tiles * row_tiles // multiprocessors * multiprocessors // row_tiles
+
+
+def _prepare(
+    config: Config,
+    tensors: tuple[torch.Tensor, ...],
+    first: int,
+    tiles: int,
+    multiprocessors: int,
+    overlaps: bool = False,
 ) -> Launch:
-    """The launch for these addresses; M, N and K are not 0."""
+    """Of `tiles` columns of tiles from `first` on."""
+    x, weight, input_scale, weight_scale, output, output_scale = tensors
     (m, k), n = x.shape, output.shape[1]
     device, size, c = x.get_device(), shared_bytes(config), config
     pitches = [t.stride(0) if t.shape[0] > 1 else k for t in (x, weight)]
     tokens = tensor_map.encode(x.data_ptr(), m, k, pitches[0], c.rows, 128)
-    tiles_m, tiles_n = -(-m // c.rows), -(-n // _COLUMNS)
+    tiles_m, cluster = -(-m // c.rows), 1 if c.policy == "large" else 2 * c.split
     if c.policy == "large":
         groups = _COLUMNS // 16
         rows = tensor_map.encode_groups(weight.data_ptr(), 2 * n, k, pitches[1], groups, 128)
-        maps = (tokens, rows)
-        count = torch.cuda.get_device_properties(device).multi_processor_count
-        grid, threads, cluster = (min(count, tiles_m * tiles_n), 1, 1), 128 + 2 * c.rows, 1
+        grid, threads = (min(multiprocessors, tiles_m * tiles), 1, 1), 128 + 2 * c.rows
     else:
-        maps = (tensor_map.encode(weight.data_ptr(), 2 * n, k, pitches[1], 64, 128), tokens)
-        cluster = 2 * c.split
-        grid, threads = (tiles_n * cluster, tiles_m, 1), 320
+        rows = tensor_map.encode(weight.data_ptr(), 2 * n, k, pitches[1], 64, 128)
+        grid, threads = (tiles * cluster, tiles_m, 1), 320
+    if c.policy == "medium":
+        grid, threads = (tiles * tiles_m * cluster, 1, 1), 64 + 2 * c.rows
+    maps = (rows, tokens) if c.policy == "small" else (tokens, rows)
     function = kernel_function(*kernel_name(c), "sm_90a", device, size)
     problem = gemm.parameters(
         x, weight, None, raster=c.raster, input_scale=input_scale, weight_scale=weight_scale
     )
-    result = _Output(
-        output.data_ptr(), output_scale.data_ptr(), output.stride(0), *output_scale.stride(), n
-    )
-    return Launch(device, function, grid, threads, size, cluster, (*maps, problem, result))
+    scale_strides = output_scale.stride()
+    addresses = output.data_ptr(), output_scale.data_ptr()
+    result = _Output(*addresses, output.stride(0), *scale_strides, n, first, tiles)
+    parameters = (*maps, problem, result)
+    return Launch(device, function, grid, threads, size, cluster, parameters, overlaps)
 
 
 def bind(config: Config) -> Callable[..., None]:

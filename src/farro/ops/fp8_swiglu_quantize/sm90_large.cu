@@ -66,7 +66,7 @@ __global__ void __launch_bounds__(128 + 128 * CONSUMERS, 1)
   extern __shared__ __align__(1024) u8 shared[];  // the swizzle counts from multiples of 1024
   const u32 base = smem_address(shared);
   const int blocks = (p.k + kDepth - 1) / kDepth;
-  const int row_tiles = (p.m + ROWS - 1) / ROWS, column_tiles = (o.columns + kColumns - 1) / kColumns;
+  const int row_tiles = (p.m + ROWS - 1) / ROWS, column_tiles = o.tiles;
   const int tiles = row_tiles * column_tiles;
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0), lane = threadIdx.x % 32;
 
@@ -84,6 +84,7 @@ __global__ void __launch_bounds__(128 + 128 * CONSUMERS, 1)
     fence_mbarrier_init();
   }
   __syncthreads();
+  let_next_kernel_begin();  // the one for the last columns: it reads nothing from here
 
   if (warpgroup == 0) {
     if constexpr (CONSUMERS == 2) give_registers<40>();
@@ -93,6 +94,7 @@ __global__ void __launch_bounds__(128 + 128 * CONSUMERS, 1)
       for (int t = blockIdx.x; t < tiles; t += gridDim.x) {
         int row_tile, column_tile;
         tile_at(t, row_tiles, column_tiles, p.raster, row_tile, column_tile);
+        column_tile += o.first_tile;
         for (int block = 0; block < blocks; ++block) {
           mbarrier_wait(base + S::empty + 8 * ring.stage, ring.parity);
           const u32 full = base + S::full + 8 * ring.stage, b = base + S::b + ring.stage * S::b_bytes;
@@ -107,14 +109,16 @@ __global__ void __launch_bounds__(128 + 128 * CONSUMERS, 1)
       }
     } else if (warp == 1) {
       Ring<kScaleStages> ring(1);
+      const int up_scales = (o.columns + kColumns - 1) / kColumns;  // after those of the gate
       for (int t = blockIdx.x; t < tiles; t += gridDim.x) {
         int row_tile, column_tile;
         tile_at(t, row_tiles, column_tiles, p.raster, row_tile, column_tile);
+        column_tile += o.first_tile;
         for (int block = 0; block < blocks; block += kScaleBlocks) {
           mbarrier_wait(base + S::scale_empty + 8 * ring.stage, ring.parity);
           const u32 to = base + S::scales + ring.stage * S::scale_floats * 4;
           load_row_scales<ROWS>(p, to, row_tile * ROWS, block, blocks, lane);
-          const int j = lane / 2, of_weight = column_tile + lane % 2 * column_tiles;
+          const int j = lane / 2, of_weight = column_tile + lane % 2 * up_scales;
           const bool valid = block + j < blocks;
           if (j < kScaleBlocks)
             cp_async<4>(to + 4 * (kScaleBlocks * ROWS + lane),
@@ -132,8 +136,11 @@ __global__ void __launch_bounds__(128 + 128 * CONSUMERS, 1)
     if constexpr (CONSUMERS == 2) take_registers<232>();
     const int consumer = warpgroup - 1, warp = threadIdx.x % 128 / 32;
     const int lane_row = consumer * 64 + warp * 16 + lane / 4;
-    const u64 first_a = wgmma_descriptor(base + S::a + consumer * 64 * kDepth);
-    const u64 first_b = wgmma_descriptor(base + S::b);
+    // Descriptors are 32-bit additions to these; from one lane to all, so that they stay in uniform
+    // registers
+    const u32 first_a =
+        __shfl_sync(~0u, static_cast<u32>(wgmma_descriptor(base + S::a + consumer * 64 * kDepth)), 0);
+    const u32 first_b = __shfl_sync(~0u, static_cast<u32>(wgmma_descriptor(base + S::b)), 0);
     const int by_row = p.input_scale_vector == 2 ? 1 : kScaleBlocks;
     const int by_block = p.input_scale_vector == 2 ? ROWS : 1;
     Ring<STAGES> ring(0);
@@ -141,6 +148,7 @@ __global__ void __launch_bounds__(128 + 128 * CONSUMERS, 1)
     for (int t = blockIdx.x; t < tiles; t += gridDim.x) {
       int row_tile, column_tile;
       tile_at(t, row_tiles, column_tiles, p.raster, row_tile, column_tile);
+      column_tile += o.first_tile;
       float total[2][kColumns / 2];  // gate, up
 #pragma unroll
       for (int w = 0; w < 2; ++w)
@@ -149,48 +157,46 @@ __global__ void __launch_bounds__(128 + 128 * CONSUMERS, 1)
 
       mbarrier_wait(base + S::full + 8 * ring.stage, ring.parity);
       for (int block = 0; block < blocks; ++block) {
-        const int slot = block % kScaleBlocks;
+        const int slot = block % kScaleBlocks, stage = ring.stage;
+        const u32 a = first_a + stage * (S::a_bytes / 16), b = first_b + stage * (S::b_bytes / 16);
         const float* scales = reinterpret_cast<const float*>(shared + S::scales) +
                               scale_ring.stage * S::scale_floats;
-        Ring<STAGES> next = ring;
-        next.next();
-        float low = 0.0f, high = 0.0f;
+        const float* of_rows = scales + slot * by_block + lane_row * by_row;
+        const float* of_weight = scales + kScaleBlocks * ROWS + 2 * slot;
 #pragma unroll
         for (int w = 0; w < 2; ++w) {
           float partial[kColumns / 2];
           wgmma_fence();
-          const u64 a = first_a + ring.stage * (S::a_bytes / 16);
-          const u64 b = first_b + ring.stage * (S::b_bytes / 16) + w * (kColumns * kDepth / 16);
 #pragma unroll
           for (int k = 0; k < kDepth / 32; ++k)
-            WgmmaFp8<kColumns>::run(partial, a + 2 * k, b + 2 * k, k > 0);
+            WgmmaFp8<kColumns>::run(partial, descriptor_of(a + 2 * k),
+                                    descriptor_of(b + w * (kColumns * kDepth / 16) + 2 * k), k > 0);
           wgmma_commit();
-          if (w == 0) {
+          // What is needed next, while this half multiplies
+          if (w == 0 && slot == 0)
             mbarrier_wait(base + S::scale_full + 8 * scale_ring.stage, scale_ring.parity);
-            const float* of_rows = scales + slot * by_block + lane_row * by_row;
-            low = of_rows[0], high = of_rows[8 * by_row];
-          } else if (block + 1 < blocks) {
-            mbarrier_wait(base + S::full + 8 * next.stage, next.parity);
+          const float low = __fmul_rn(of_rows[0], of_weight[w]);
+          const float high = __fmul_rn(of_rows[8 * by_row], of_weight[w]);
+          if (w == 1) {
+            if (slot == kScaleBlocks - 1 || block == blocks - 1) {
+              __syncwarp();
+              if (lane == 0) mbarrier_arrive(base + S::scale_empty + 8 * scale_ring.stage);
+              scale_ring.next();
+            }
+            ring.next();
+            if (block + 1 < blocks) mbarrier_wait(base + S::full + 8 * ring.stage, ring.parity);
           }
-          const float s = scales[kScaleBlocks * ROWS + 2 * slot + w];
-          const float s_low = __fmul_rn(low, s), s_high = __fmul_rn(high, s);
           wgmma_wait<0>();
+          if (w == 1 && lane == 0) mbarrier_arrive(base + S::empty + 8 * stage);
           wgmma_hold(partial);
-          if (w == 1 && lane == 0) mbarrier_arrive(base + S::empty + 8 * ring.stage);
 #pragma unroll
           for (int j = 0; j < kColumns / 8; ++j) {
             float* sum = total[w] + 4 * j;
-            sum[0] = __fmaf_rn(partial[4 * j], s_low, sum[0]);
-            sum[1] = __fmaf_rn(partial[4 * j + 1], s_low, sum[1]);
-            sum[2] = __fmaf_rn(partial[4 * j + 2], s_high, sum[2]);
-            sum[3] = __fmaf_rn(partial[4 * j + 3], s_high, sum[3]);
+            sum[0] = __fmaf_rn(partial[4 * j], low, sum[0]);
+            sum[1] = __fmaf_rn(partial[4 * j + 1], low, sum[1]);
+            sum[2] = __fmaf_rn(partial[4 * j + 2], high, sum[2]);
+            sum[3] = __fmaf_rn(partial[4 * j + 3], high, sum[3]);
           }
-        }
-        ring = next;
-        if (slot == kScaleBlocks - 1 || block == blocks - 1) {
-          __syncwarp();
-          if (lane == 0) mbarrier_arrive(base + S::scale_empty + 8 * scale_ring.stage);
-          scale_ring.next();
         }
       }
       const int row = row_tile * ROWS + lane_row;

@@ -170,45 +170,6 @@ __global__ void __launch_bounds__(kThreads)
   }
   cluster_sync();
 
-  // A half warp for a token: eight columns a lane, the first half of the lanes on the first half
-  const int inner = lane % 16, column = column_tile * 128 + inner * 8;
-  for (int token = (threadIdx.x / 16) * kCluster + rank; token < TOKENS;
-       token += kThreads / 16 * kCluster) {
-    const u32 at = base + 4 * (token * L::pitch + inner % 8 * 8);
-    float gate[8] = {}, up[8] = {};
-#pragma unroll
-    for (int s = 0; s < SPLIT; ++s) {
-      const u32 from = map_to_rank(at, 2 * s + inner / 8);
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const float4 g = load_remote(from + 16 * half);
-        const float4 u = load_remote(from + 4 * TOKENS * L::pitch + 16 * half);
-        gate[4 * half] += g.x, gate[4 * half + 1] += g.y;
-        gate[4 * half + 2] += g.z, gate[4 * half + 3] += g.w;
-        up[4 * half] += u.x, up[4 * half + 1] += u.y;
-        up[4 * half + 2] += u.z, up[4 * half + 3] += u.w;
-      }
-    }
-    u32 largest = 0;
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      gate[i] = swiglu(gate[i], up[i]);
-      if (column < o.columns) largest = max(largest, __float_as_uint(gate[i]) & 0x7fffffff);
-    }
-    const u32 here = 0xffffu << (lane & 16);  // the other half may have no token left
-#pragma unroll
-    for (int step = 1; step < 16; step *= 2)
-      largest = max(largest, __shfl_xor_sync(here, largest, step));
-    const float scale = scale_of(largest), inverse = inverse_of(scale);
-    const i64 row = first_token + token;
-    if (row < p.m) {
-      if (inner == 0) o.scale[row * o.scale_row + column_tile * o.scale_block] = scale;
-      if (column < o.columns) {
-        u32* to = reinterpret_cast<u32*>(o.codes + row * o.codes_row + column);
-        to[0] = codes_of(gate[0], gate[1], gate[2], gate[3], inverse);
-        to[1] = codes_of(gate[4], gate[5], gate[6], gate[7], inverse);
-      }
-    }
-  }
+  finish_cluster<TOKENS, L::pitch, kThreads, SPLIT>(p, o, base, first_token, column_tile, rank);
   cluster_leave();  // the others may still read the totals here
 }
