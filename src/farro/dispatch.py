@@ -48,6 +48,7 @@ class Kernel:
     compile: str = ""
     yields: Callable[[Problem], str | None] = _nothing  # why "auto" leaves it to a later kernel
     bind: str = ""  # "module:function": config -> `run` for calls alike in all but addresses
+    functions: frozenset[str] = frozenset()  # of the operator's, those it may run; empty: all
 
     def refuses(self, problem: Problem) -> str | None:
         """Why this kernel does not run the problem, or None."""

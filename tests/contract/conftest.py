@@ -73,6 +73,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         if not all(keep(sample) for name, keep in _FILTERS.items() if name in used):
             continue
         kernels = sample.catalogued.kernels if sample.kernels else ()
+        name = sample.function.__name__
+        kernels = tuple(k for k in kernels if not k.functions or name in k.functions)
         if "is_compiled" in used:
             kernels = tuple(k for k in kernels if k.backend in COMPILED)
         if "not_reference" in used:

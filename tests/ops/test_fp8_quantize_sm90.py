@@ -65,7 +65,7 @@ def test_what_is_held_and_launched(rows, monkeypatch):
     for name in ("encode", "encode_groups", "encode_results"):
         setattr(maps, name, None)
     pretend(monkeypatch, sm90)
-    monkeypatch.setattr(sm90, "_with_shared", lambda function: function)
+    monkeypatch.setattr(sm90, "prefer_shared", lambda function, device: None)
     x, q = torch.zeros(rows, 4096, dtype=torch.bfloat16), torch.zeros(rows, 4096).to(E4M3)
     scale, partial = torch.zeros(()), torch.zeros(264, dtype=torch.int32)
     first, second = sm90.prepare(Config(), x, q, scale, partial)._launches

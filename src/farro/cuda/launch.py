@@ -153,6 +153,20 @@ def _allow(driver: Any, name: str, handle: int, device: int, shared_bytes: int) 
     _allowed[handle, device] = shared_bytes
 
 
+def prefer_shared(function: Any, device: int) -> None:
+    """Have a kernel's multiprocessors give all they can to shared memory, used by it or not.
+
+    The share changes only while a multiprocessor is idle, so that kernels side by side need one.
+    """
+    from cuda.bindings import driver
+
+    attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+    kernel, place = driver.CUkernel(int(function)), driver.CUdevice(device)
+    (error,) = driver.cuKernelSetAttribute(attribute, 100, kernel, place)
+    if int(error) != 0:
+        raise RuntimeError(f"a share of shared memory was refused: {error}")
+
+
 @functools.lru_cache(maxsize=1024)
 def resident_clusters(
     device: int, function: Any, threads: int, shared_bytes: int, cluster: int, ctas: int

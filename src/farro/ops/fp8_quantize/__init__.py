@@ -32,7 +32,9 @@ KERNELS = (
         needs=frozenset({"wgmma"}),
         why_not=sm90.why_not,
         config=sm90.config,
+        must_run=lambda problem: sm90.why_not(problem) is None,
         yields=sm90.yields,
+        functions=frozenset({"quantize_fp8_per_tensor"}),
     ),
     Kernel(
         "fp8_quantize.cpu",

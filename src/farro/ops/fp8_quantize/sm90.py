@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ...cuda.fp8.gemm import Prepared
-from ...cuda.launch import Launch, Launches, kernel_function
+from ...cuda.launch import Launch, Launches, kernel_function, prefer_shared
 from ...problem import Problem
 
 _THREADS = 512
@@ -84,24 +84,14 @@ def prepare(
     addresses = (t.data_ptr() for t in (x, partial, q, scale))
     task = _Task(*addresses, x.nbytes, held, parts)
     source, of_type = "ops/fp8_quantize/sm90.cu", _TYPES[x.dtype]
-    first = _with_shared(kernel_function(source, f"fp8_largest<{of_type}>", "sm_90a", device, 0))
+    first = kernel_function(source, f"fp8_largest<{of_type}>", "sm_90a", device, 0)
+    prefer_shared(first, device)  # else the multiprocessor has none for the second until it is idle
     second = kernel_function(source, f"fp8_quantize<{of_type}>", "sm_90a", device, held)
     grids = ((parts, 1, 1), (count, 1, 1))
     return Launches(
         Launch(device, first, grids[0], _THREADS, 0, 1, (task,)),
         Launch(device, second, grids[1], _THREADS, held, 1, (task,), overlaps=True),
     )
-
-
-def _with_shared(function: Any) -> Any:
-    """Shared memory is given to all kernels of a multiprocessor, or to none, until it is idle."""
-    from cuda.bindings import driver
-
-    attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
-    (error,) = driver.cuFuncSetAttribute(function, attribute, 100)
-    if int(error) != 0:
-        raise RuntimeError(f"a share of shared memory was refused: {error}")
-    return function
 
 
 class _Bound:
