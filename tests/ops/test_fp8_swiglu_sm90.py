@@ -96,7 +96,7 @@ def test_illegal_configurations():
         *((LARGE, c) for c in ({"rows": 256}, {"rows": 8}, {"stages": 2}, {"stages": 5})),
         *((LARGE, c) for c in ({"raster": 0}, {"raster": 65}, {"split": 2}, {"policy": "huge"})),
         *((LARGE, c) for c in ({"rows": 128.0}, {"stages": "4"}, {"raster": None})),
-        *((LARGE, c) for c in ({"rest": 3}, {"rest": True}, {"rest": None})),
+        *((LARGE, c) for c in ({"rest": 3}, {"rest": 4}, {"rest": True}, {"rest": None})),
         *((MEDIUM, c) for c in ({"rows": 32}, {"stages": 7}, {"split": 8}, {"rest": 1})),
         *((SMALL, c) for c in ({"rows": 128}, {"rows": 24}, {"stages": 17}, {"stages": 2})),
         *((SMALL, c) for c in ({"split": 3}, {"split": 8}, {"split": True}, {"split": 0})),

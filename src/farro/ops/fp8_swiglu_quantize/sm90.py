@@ -19,6 +19,7 @@ _COLUMNS = 128  # of gate, and of up, in a tile
 _FOLDER = "ops/fp8_swiglu_quantize"
 _ROWS = {"large": (64, 128), "medium": (64, 128), "small": (8, 16, 32, 64)}
 _SPLITS = (1, 2, 4)
+_RESTS = (0, 1, 2)
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ def refuses(config: Config, m: int = 1) -> str | None:
         return f"{shared_bytes(c)} bytes of shared memory, the limit is {configs.SHARED_LIMIT}"
     if c.split not in ((1,) if c.policy == "large" else _SPLITS):
         return "no such split of K"
-    if type(c.rest) is not int or c.rest not in ((0, *_SPLITS) if c.policy == "large" else (0,)):
+    if type(c.rest) is not int or c.rest not in (_RESTS if c.policy == "large" else (0,)):
         return "no such split of the rest's K"
     return None if c.policy != "small" or m <= 65535 * c.rows else "too many tiles of tokens"
 
@@ -89,11 +90,11 @@ def candidates(problem: Problem) -> list[Config]:
     # where tiles of 128 columns are few, or a last round of them is
     medium = [
         Config("medium", rows, stages, split)
-        for rows, stages in ((64, 4), (64, 8), (128, 6))
+        for rows, stages in ((64, 8), (128, 6))
         for split in _SPLITS
         if m > rows // 2
     ]
-    more = [Config("large", 128, _deepest(128), rest=rest) for rest in _SPLITS]
+    more = [Config("large", 128, _deepest(128), rest=rest) for rest in _RESTS if rest]
     found = [*(large if m > 32 else ()), *(small if m <= 128 else ())]
     found += [*(medium if 32 < m <= 512 else ()), *(more if 128 < m <= 512 else ())]
     return [c for c in found if refuses(c, m) is None]
