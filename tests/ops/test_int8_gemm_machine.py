@@ -51,7 +51,7 @@ operands(64, 64, 512, packed)()  # libraries, threads and probes are there befor
 kept = []
 planted = peak(lambda: kept.append(torch.ones(32, 1024, 1024, dtype=torch.int8)))
 call = operands(1024, 4096, 4096, packed)
-print(planted, peak(call), peak(call))
+print(planted, peak(call))
 '''
 
 
@@ -127,10 +127,9 @@ def test_peak_memory_beyond_the_output(weight):
     if "clear_refs" in run.stderr:
         pytest.skip("this system does not let a process reset its high-water mark")
     assert run.returncode == 0, run.stderr
-    planted, first, second = (int(value) / 1024 for value in run.stdout.split())
+    planted, taken = (int(value) / 1024 for value in run.stdout.split())
     assert 31 < planted < 40
-    assert 1 < first <= 16, f"{first:.1f} MiB"
-    assert second <= 16, f"{second:.1f} MiB"
+    assert 1 < taken <= 16, f"{taken:.1f} MiB"
 
 
 def has_vnni() -> bool:
@@ -154,8 +153,15 @@ MACHINES = {
 @pytest.mark.skipif(not X86, reason="these variables pretend older x86-64 processors")
 @pytest.mark.parametrize("variables, lost", MACHINES.values(), ids=MACHINES)
 def test_older_processors(variables, lost):
-    """The probes notice what torch lost there, and the bits stay those of the reference."""
+    """The probes notice what torch lost there, and the bits stay those of the reference.
+
+    Where it lost one thing only, for int8_gemm, which has a way around each of its own.
+    """
     script = [sys.executable, "-m", "farro", "verify", "--quick", "--json", "--device", "cpu"]
+    expected = {"int8_gemm.cpu", "int8_quantize.cpu"}
+    if len(lost) == 1:
+        script += ["--operator", "int8_gemm"]
+        expected = {"int8_gemm.cpu"}
     run = subprocess.run(
         [*script, "--backend", "cpu"],
         env={**os.environ, **variables},
@@ -169,7 +175,7 @@ def test_older_processors(variables, lost):
         lost = lost - {"int8_product_exact"}
     assert not any(found["cpu"][probe] for probe in lost), found["cpu"]
     kernels = {kernel["kernel"]: kernel for kernel in found["kernels"]}
-    assert {"int8_gemm.cpu", "int8_quantize.cpu"} <= set(kernels)
+    assert expected <= set(kernels)
     for kernel in kernels.values():
         assert kernel["passed"] == kernel["cases"] > 5
 

@@ -24,7 +24,11 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # NumPy's, on Inf * 0
 ]
 # the largest cases belong to a GPU
-CASES = [case for case in quantize_cases() if math.prod(case.shape) <= 50_000]
+CASES = [
+    pytest.param(case, marks=() if case.quick else pytest.mark.slow)
+    for case in quantize_cases()
+    if math.prod(case.shape) <= 50_000
+]
 KERNEL = next(k for k in operator_named("int8_quantize").kernels if k.backend == "triton")
 
 
