@@ -29,7 +29,11 @@ if [ "${1:-}" = --one ]; then
   ended=
   if [ -n "$SANITIZE_END" ]; then
     left=$((SANITIZE_END - $(date +%s)))
-    [ "$left" -ge 1 ] || left=1
+    if [ "$left" -lt 1 ]; then
+      echo "not begun: the time was up" >"$SANITIZE_LOGS/$name"
+      echo 124 >"$SANITIZE_LOGS/$name.status"
+      exit 0
+    fi
     ended="timeout -k 5 $left"
   fi
   if [ "$check" = plain ]; then

@@ -21,7 +21,7 @@ case $1 in *racecheck_report.py) exec "$REAL_PYTHON" "$@" ;; esac
 shift  # the driver's path
 echo "$SEEN_TOOL $*" >>"$SEEN"
 [ "$BREAKS" = "$SEEN_TOOL $2" ] && echo "AssertionError: wrong" && exit 1
-[ -n "$SLOW" ] && sleep "$SLOW"
+[ -n "$SLOW" ] && [ -n "$SEEN_TOOL" ] && exec sleep "$SLOW"
 [ "$1" != --part ] && for name; do echo "$name is right"; done && exit 0
 echo "2 native launches right"
 echo "3 Triton launches right"
@@ -129,10 +129,10 @@ def test_reports_on_rings_count_where_handoffs_are_told_apart(reported, counts, 
 
 
 def test_a_budget_ends_it(sanitize):
-    done, _ = sanitize(SLOW="1.2", SANITIZE_BUDGET_S="3")
+    done, _ = sanitize(SLOW="30", SANITIZE_BUDGET_S="4")
     assert done.returncode == 1
     assert "of 2 parts of the driver ended" in done.stdout
-    assert "2 of 2 parts of the driver ended" not in done.stdout.splitlines()[3]  # synccheck
+    assert "2 of 2 parts of the driver ended" not in done.stdout
 
 
 def test_kernels_with_rings():
