@@ -73,6 +73,16 @@ def test_results_of_other_machines_or_operators_do_not_compare():
             results.regressions(result(), other, 0.1)
 
 
+def test_replays_of_graphs_do_not_compare_with_calls():
+    """A replay leaves out the host's share: a brief run would hide what became slower."""
+    graphs = {**result(row(us=50)), "settings": {"timed": "replays of a CUDA graph of each call"}}
+    calls = {**result(row(us=50)), "settings": {}}
+    for now, before in ((graphs, calls), (calls, graphs)):
+        with pytest.raises(ValueError, match="another way of timing"):
+            results.regressions(now, before, 0.1)
+    assert results.regressions(graphs, graphs, 0.1) == ([], 1)
+
+
 def test_auto_behind_a_back_end():
     kernel = {"kernel": "int8_gemm.cuda"}
     rows = [
@@ -95,10 +105,21 @@ def test_load_tells_what_is_wrong(tmp_path):
         ("a.json", "{", "not JSON"),
         ("b.json", "[]", "not a result"),
         ("c.json", '{"schema": 99, "rows": []}', "not a result"),
+        ("d.json", '{"schema": 1, "rows": []}', "not a result"),
+        ("e.json", json.dumps({**result(row()), "schema": 1, "rows": {}}), "not a result"),
+        ("f.json", json.dumps({**result(1), "schema": 1}), "not a result"),
+        ("g.json", json.dumps({**result(row(us="9")), "schema": 1}), "not a result"),
+        ("h.json", json.dumps({**result(row(us=0)), "schema": 1}), "not a result"),
+        ("i.json", "[" * 100_000, r"i\.json: not JSON"),
     ):
         (tmp_path / name).write_text(text)
         with pytest.raises(ValueError, match=words):
             results.load(tmp_path / name)
+    (tmp_path / "j.json").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ValueError, match=r"j\.json: not JSON"):
+        results.load(tmp_path / "j.json")
+    (tmp_path / "k.json").write_text(json.dumps({**result(row()), "schema": 1}))
+    assert len(results.load(tmp_path / "k.json")["rows"]) == 1
     with pytest.raises(ValueError, match=r"none\.json"):
         results.load(tmp_path / "none.json")
 

@@ -150,6 +150,20 @@ def test_files_of_two_processes_have_names_of_their_own(tunable, tmp_path, monke
     assert not list(tmp_path.glob("*.part"))
 
 
+def test_a_command_without_time_tells_of_no_table(tunable, tmp_path, monkeypatch):
+    from typer.testing import CliRunner
+
+    from farro.cli import app
+
+    monkeypatch.setenv("FARRO_TUNED_DIR", str(tmp_path))
+    given = ["tune", "--device", "cpu", "--shapes", "64x96", "--m", "1", "--group-size", "32"]
+    told = CliRunner().invoke(app, [*given, "--jobs", "0", "--budget-s", "0"])
+    assert told.exit_code == 0 and "time is up" in told.stderr
+    assert "wrote" not in told.stdout and not list(tmp_path.rglob("cpu.json"))
+    wrong = CliRunner().invoke(app, [*given, "--device", "gpu"])
+    assert wrong.exit_code == 2 and "--device is 'gpu'" in wrong.stderr
+
+
 def test_a_dry_run_writes_nothing(tunable, tmp_path):
     assert len(tuner.tune(make(tmp_path, keep=False), listed(3))) == 1
     assert list(tmp_path.iterdir()) == []

@@ -137,14 +137,34 @@ def save(path: Path, result: dict[str, Any]) -> None:
 def load(path: Path) -> dict[str, Any]:
     """Read a result; ValueError where it is not one of this schema."""
     try:
-        result = json.loads(path.read_text())
+        result: dict[str, Any] = json.loads(path.read_text())
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}") from error
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:  # no text, or no JSON
         raise ValueError(f"{path}: not JSON: {error}") from error
-    if not isinstance(result, dict) or result.get("schema") != SCHEMA or "rows" not in result:
+    if not _is_result(result):
         raise ValueError(f"{path}: not a result of farro bench (schema {SCHEMA})")
     return result
+
+
+def _is_result(result: Any) -> bool:
+    """Whether it has all that a comparison reads: told before a run that would end in vain."""
+    if not isinstance(result, dict) or result.get("schema") != SCHEMA:
+        return False
+    if not isinstance(result.get("settings", {}), dict):
+        return False
+    machine, rows = result.get("machine"), result.get("rows")
+    if not isinstance(machine, dict) or "device" not in machine or not isinstance(rows, list):
+        return False
+    return isinstance(result.get("operator"), str) and all(map(_is_row, rows))
+
+
+def _is_row(row: Any) -> bool:
+    if not isinstance(row, dict) or not {"subject", "role", "us"} <= row.keys():
+        return False
+    us, error = row["us"], row.get("error")
+    timed = us is None or (type(us) in (int, float) and us > 0)
+    return timed and (error is None or type(error) in (int, float))
 
 
 def key(row: dict[str, Any]) -> tuple[Any, ...]:
@@ -171,11 +191,13 @@ def regressions(
     """farro's rows that got slower (or less exact) than `before` by more than `margin`.
 
     Gives the lines to print and how many rows were compared. ValueError where the two are of
-    different operators or machine kinds: such times do not compare.
+    different operators or machine kinds, or one of graphs (--brief) and one of calls: such times do
+    not compare.
     """
     for what, a, b in (
         ("operator", now["operator"], before["operator"]),
         ("machine", now["machine"]["device"], before["machine"]["device"]),
+        ("way of timing", *map(_timed, (now, before))),
     ):
         if a != b:
             raise ValueError(f"--check: the earlier result is of another {what}: {b}, this is {a}")
@@ -193,6 +215,10 @@ def regressions(
         if worse and old.get("error") is not None:
             lines.append(f"{label(row)}: error {row.get('error')}, was {old['error']}")
     return lines + _gone(now, earlier), compared
+
+
+def _timed(result: dict[str, Any]) -> str:
+    return str(result.get("settings", {}).get("timed", "calls"))
 
 
 def _gone(now: dict[str, Any], earlier: dict[tuple[Any, ...], dict[str, Any]]) -> list[str]:

@@ -38,7 +38,9 @@ def tune_command(
     limit: Annotated[
         int, typer.Option(help="Configurations of each problem, a fair sample; 0 for all")
     ] = 0,
-    fresh: Annotated[bool, typer.Option(help="Measure again what the log already holds")] = False,
+    fresh: Annotated[
+        bool, typer.Option(help="Begin again: what log and table hold is replaced, all of it")
+    ] = False,
     ship: Annotated[
         bool, typer.Option("--ship", help="Write farro's own table, not the user's")
     ] = False,
@@ -57,14 +59,12 @@ def tune_command(
     from ..bench import adapter, plans, tuner
     from ..bench.case import Options
     from .bench import _dtype, _options
+    from .environment import device_named
 
-    where = torch.device(device)
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError("there is no GPU here; tables are measured on the device itself")
+    where = device_named(device)
     if where.type == "cuda":
-        if not torch.cuda.is_available():
-            raise ValueError("there is no GPU here; tables are measured on the device itself")
-        where = torch.device(
-            "cuda", torch.cuda.current_device() if where.index is None else where.index
-        )
         torch.cuda.set_device(where)
     found = adapter(operator)
     slug = arch_of(where).device or "cpu"
@@ -100,7 +100,7 @@ def tune_command(
         return
     for line in _lines(summary):
         print(line)
-    if not dry_run:
+    if entries and not dry_run:  # none where time was up before the first
         print(f"wrote {session.table}")
 
 
