@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import re
+import shutil
 
 import pytest
 import torch
@@ -121,7 +122,8 @@ def test_rows_that_do_not_fit_the_grid():
 
 def test_illegal_configurations():
     large, small = Config("large", 256, 128, 4), Config("small", 16, 64, 8, 2, ahead=True)
-    assert sm90.is_legal(large, 256) and sm90.is_legal(small, 256)
+    whole = Config("small", 160, 64, 7, 2)
+    assert all(sm90.is_legal(c, 256) for c in (large, small, whole))
     for base, change in (
         *((large, c) for c in ({"rows": 192}, {"columns": 64}, {"columns": 256}, {"stages": 5})),
         *((large, c) for c in ({"consumers": 1}, {"ahead": True}, {"raster": 0}, {"raster": -8})),
@@ -137,6 +139,8 @@ def test_illegal_configurations():
         *((small, c) for c in ({"early": True}, {"chunk": 2}, {"row_cluster": 3}, {"resident": 4})),
         *((small, c) for c in ({"cluster": 2, "row_cluster": 2}, {"resident": 0}, {"chunk": 0})),
         *((small, c) for c in ({"early": 1}, {"chunk": True}, {"row_cluster": True})),
+        *((small, c) for c in ({"rows": 144}, {"rows": 160}, {"stages": 7})),
+        *((whole, c) for c in ({"consumers": 1}, {"consumers": 4}, {"early": True}, {"stages": 8})),
         (dataclasses.replace(small, ahead=False, rows=8, consumers=1), {"row_cluster": 2}),
         *((small, c) for c in ({"ahead": 1}, {"ahead": None}, {"ahead": "true"})),
     ):
@@ -181,12 +185,28 @@ def test_the_widest_legal_tiles():
         for way, order in (("after", {}), ("ahead", {"ahead": True}), ("early", {"early": True}))
     }
     assert widest == {
-        **{(32, 1, "after"): 128, (32, 1, "ahead"): 64, (32, 1, "early"): 64},
-        **{(32, 2, "after"): 128, (32, 2, "ahead"): 128, (32, 2, "early"): 128},
-        **{(32, 4, way): 128 for way in ("after", "ahead", "early")},
-        **{(256, 1, "after"): 128, (256, 1, "ahead"): 64, (256, 1, "early"): 64},
-        **{(256, c, way): 128 for c in (2, 4) for way in ("after", "ahead", "early")},
+        **{(g, 1, way): 64 for g in (32, 256) for way in ("ahead", "early")},
+        **{(g, c, way): 128 for g in (32, 256) for c in (2, 4) for way in ("ahead", "early")},
+        **{(g, c, "after"): 128 for g in (32, 256) for c in (1, 4)},
+        **{(32, 2, "after"): 160, (256, 2, "after"): 192},
     }
+
+
+def test_a_tile_for_all_rows_of_a_call(table):
+    """It is taken where all rows fit it and all its CTAs run together."""
+    whole, many = Config("small", 160, 64, 7, 2), Config("large", 128, 112, 7)
+    table(
+        *(
+            {"backend": "cuda", "m": m, "n": 7168, "k": 16384, "config": c.as_dict()}
+            for m, c in ((160, whole), (256, many))
+        ),
+    )
+
+    def chosen(m, n):
+        return sm90.config(problem_of(m, n, 16384, device="some_gpu"))
+
+    assert [chosen(m, 7168) for m in (129, 160, 161)] == [whole, whole, many]
+    assert chosen(160, 132 * 64) == whole != chosen(160, 132 * 64 + 1)
 
 
 def test_rows_of_older_tables_are_read(table):
@@ -272,6 +292,8 @@ def test_it_never_refuses_what_it_must_run(size, pitches, aligned, group_size, a
 def compiles(text, tmp_path):
     """Compile host-side facts (static_assert) about a kernel's source with NVRTC."""
     pytest.importorskip("cuda.core", reason="needs cuda-core: pip install 'farro[cuda]'")
+    for header in source_of("small").parent.glob("*.cuh"):  # looked for beside what includes it
+        shutil.copy(header, tmp_path)
     file = tmp_path / "facts.cu"
     file.write_text(text)
     jit.program(str(file), "sm_90a").compile("cubin")
@@ -283,7 +305,8 @@ def source_of(policy):
 
 @pytest.mark.parametrize("policy", ("large", "small"))
 def test_parameters_lie_as_the_kernel_reads_them(policy, tmp_path):
-    body = re.search(r"struct Problem \{(.*?)\};", source_of(policy).read_text(), re.DOTALL)[1]
+    text = jit.source_text(str(source_of(policy).resolve()))  # with its headers
+    body = re.search(r"struct Problem \{(.*?)\};", text, re.DOTALL)[1]
     declarations = re.sub(r"//.*", "", body).split(";")
     wide = {"i64": 8, "int": 4, "const float*": 8, "const void*": 8, "void*": 8}
     fields = []

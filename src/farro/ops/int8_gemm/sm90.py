@@ -22,9 +22,11 @@ _LARGEST_GRID_Y = 65535
 DEPTH = 128  # bytes of K in a stage, as in the .cu files
 _SCALE_STAGES = 3  # of the large kernel
 _SCALE_GROUPS = 4  # of one of them
-_ROWS = {"large": (256, 128), "small": (8, 16, 32, 64, 128)}
+_ROWS = {"large": (256, 128), "small": (8, 16, 32, 64, 128, 160, 192)}
 _COLUMNS = {"large": (128, 112, 96), "small": (64,)}
-_STAGES = {"large": (3, 4, 5, 6, 7), "small": (3, 4, 5, 6, 8, 10, 12, 16)}
+_STAGES = {"large": (3, 4, 5, 6, 7), "small": (3, 4, 5, 6, 7, 8, 10, 12, 16)}
+_WHOLE = (160, 192)  # tiles of the small kernel that hold all rows of a call
+_WIDTHS = (8, 16, 32, 64, 80, 96, 128)  # rows of one of its warpgroups
 # Sums and scales that a thread of the small kernel can hold, by the registers it may have
 _HELD = {255: 215, 168: 130, 96: 82, 64: 58, 56: 44}
 
@@ -184,12 +186,15 @@ def candidates(problem: Problem) -> list[Config]:
         fits = m > c.rows // 2 or c.rows == min(_ROWS["small"])
         if m > 256 or not fits or tiles > 2 or (c.cluster > 1 and tiles < 2):
             return False
+        if c.rows in _WHOLE and not 128 < m <= c.rows:
+            return False
         if c.row_cluster > 1 and m <= 64:  # few tokens are cheap to read twice
             return False
-        if c.rows // c.consumers > 64 or (c.consumers > 1 and c.rows // c.consumers < 16):
+        if c.rows // c.consumers > 96 or (c.consumers > 1 and c.rows // c.consumers < 16):
             return False
-        if c.chunk < max(DEPTH // group_size, 1) // 2 and not c.early and c.resident < 3:
-            return False  # a wait for each product
+        waits = not c.early and c.resident < 3 and c.rows not in _WHOLE
+        if waits and c.chunk < max(DEPTH // group_size, 1) // 2:
+            return False  # for each product
         rounds = -(-_tiles(m, n, c.rows, 64) // _SMS)
         return c.resident == min(rounds, 3 if c.cluster * c.row_cluster == 1 else 2) and deepest(c)
 
@@ -223,6 +228,8 @@ def is_legal(config: Config, group_size: int, m: int = 1) -> bool:
         return c.consumers == 2 and not c.ahead and not c.early and set(more) == {1}
     if (
         c.consumers not in (1, 2, 4)
+        or c.rows // c.consumers not in _WIDTHS
+        or (c.stages == 7 and c.rows not in _WHOLE)  # 6 and 8 serve the others
         or (c.ahead and c.early)
         or max(DEPTH // group_size, 1) % c.chunk
         or c.cluster * c.row_cluster > 2
@@ -262,6 +269,10 @@ def config(problem: Problem) -> Config:
     exact, sizes = {"backend": "cuda", "group_size": group_size}, {"m": m, "n": n, "k": k}
 
     def legal(values: dict[str, Any]) -> bool:
+        if values.get("rows") in _WHOLE and (
+            m > values["rows"] or _tiles(m, n, values["rows"], 64) > count
+        ):
+            return False  # a second round takes as long again; it was measured in one
         return _reads(values, group_size, m)
 
     def at_once(values: dict[str, Any]) -> Config | None:
@@ -333,7 +344,7 @@ def _tiles(m: int, n: int, rows: int, columns: int) -> int:
 
 def _small(m: int, n: int, group_size: int) -> Config:
     """The narrowest tile for the tokens, its ring as deep as the CTAs of a multiprocessor allow."""
-    tokens = next((t for t in _ROWS["small"] if m <= t), 128)
+    tokens = next((t for t in _ROWS["small"] if m <= t <= 128), 128)
     if tokens == 64 and (group_size < 256 and _tiles(m, n, 64, 64) < _ONE_WAVE):
         tokens = 32  # twice the CTAs: their second read of the weights comes from L2
     tiles = -(-m // tokens)
