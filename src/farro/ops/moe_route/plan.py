@@ -11,13 +11,25 @@ from ...arch import Arch
 from ...checks import check_backend, check_dtype, check_required, check_size, check_strided
 from ...dispatch import Kernel, Operator, explained_by, remember, select
 from ...problem import Problem
-from . import triton_plan
+from . import sm90_plan, triton_plan
 
 ID_DTYPES = (torch.int32, torch.int64)
 MAX_EXPERTS = 4096
 _INT32 = 0x7FFFFFFF
 
 KERNELS = (
+    Kernel(
+        "moe_route.cuda_sm90",
+        "cuda",
+        run="ops.moe_route.sm90_plan:run",
+        bind="ops.moe_route.sm90_plan:bind",
+        needs=frozenset({"wgmma"}),
+        why_not=sm90_plan.why_not,
+        config=sm90_plan.config,
+        must_run=sm90_plan.must_run,
+        configs=sm90_plan.configs,
+        compile="ops.moe_route.sm90_plan:compile",
+    ),
     Kernel(
         "moe_route.cpu",
         "cpu",

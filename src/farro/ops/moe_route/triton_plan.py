@@ -37,7 +37,7 @@ class Config:
         return cls(**values)
 
 
-def _sizes(problem: Problem) -> tuple[int, int, int | None]:
+def sizes(problem: Problem) -> tuple[int, int, int | None]:
     """Routes, experts, rows of an expert (None: ragged)."""
     shape = problem.spec("topk_ids").shape
     experts, cap = problem.param("num_local_experts"), problem.param("cap")
@@ -46,13 +46,13 @@ def _sizes(problem: Problem) -> tuple[int, int, int | None]:
 
 
 def must_run(problem: Problem) -> bool:
-    routes, _, cap = _sizes(problem)
+    routes, _, cap = sizes(problem)
     return max(routes, cap or 0) <= 1 << 30
 
 
 def why_not(problem: Problem) -> str | None:
     """Why this kernel cannot run the problem, or None."""
-    routes, _, cap = _sizes(problem)
+    routes, _, cap = sizes(problem)
     if max(routes, cap or 0) > _LARGEST:
         return f"more than {_LARGEST} routes, or rows of an expert"
     return None
@@ -72,7 +72,7 @@ def refuses(config: Config, problem: Problem) -> str | None:
 
 def config(problem: Problem) -> Config:
     """Few routes: one small tile. Many: as many slices as the device runs programs at a time."""
-    routes, experts, _ = _sizes(problem)
+    routes, experts, _ = sizes(problem)
     return config_of(routes, experts)
 
 
@@ -90,7 +90,7 @@ def config_of(routes: int, experts: int) -> Config:
 
 def configs(problem: Problem) -> list[Config]:
     """Those that a tuner may time."""
-    routes = _sizes(problem)[0]
+    routes = sizes(problem)[0]
     found = [
         Config(rows, slices, warps)
         for rows in (16, 32, 64, 128)

@@ -10,7 +10,7 @@ from ...checks import check_dtype, check_required, check_shape, check_size
 from ...dispatch import Kernel, Operator
 from ...formats.nvfp4 import BLOCK
 from ...functional import Functional
-from . import triton
+from . import sm90_configs, triton
 from .checks import (
     INT32,
     UINT8,
@@ -25,6 +25,17 @@ from .dense import Quantized, quantized
 OPERATOR = Operator(
     "nvfp4_scatter_fp4",
     (
+        Kernel(
+            "nvfp4_scatter_fp4.cuda_sm90",
+            "cuda",
+            run="ops.nvfp4_quantize.sm90:copy",
+            bind="ops.nvfp4_quantize.sm90:bind_copy",
+            needs=frozenset({"wgmma"}),
+            why_not=sm90_configs.why_not,
+            config=sm90_configs.config,
+            must_run=sm90_configs.must_run,
+            configs=sm90_configs.configs,
+        ),
         Kernel(
             "nvfp4_scatter_fp4.cpu",
             "cpu",

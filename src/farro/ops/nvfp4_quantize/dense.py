@@ -11,7 +11,7 @@ from ...checks import check_required
 from ...dispatch import Kernel, Operator
 from ...formats.nvfp4 import BLOCK
 from ...functional import Functional
-from . import cpu, triton
+from . import cpu, sm90_configs, triton
 from .activation import ACTIVATIONS, LARGEST, SMALLEST, Gated, fp32
 from .checks import (
     check_bool,
@@ -23,6 +23,17 @@ from .checks import (
 )
 
 KERNELS = (
+    Kernel(
+        "nvfp4_quantize.cuda_sm90",
+        "cuda",
+        run="ops.nvfp4_quantize.sm90:quantize",
+        bind="ops.nvfp4_quantize.sm90:bind_quantize",
+        needs=frozenset({"wgmma"}),
+        why_not=sm90_configs.why_not,
+        config=sm90_configs.config,
+        must_run=sm90_configs.must_run,
+        configs=sm90_configs.configs,
+    ),
     Kernel(
         "nvfp4_quantize.cpu",
         "cpu",

@@ -9,7 +9,7 @@ import torch
 from ...checks import check_dtype, check_required, check_shape, check_size, check_tensors
 from ...dispatch import Kernel, Operator
 from ...functional import Functional
-from . import cpu, triton
+from . import cpu, sm90_configs, triton
 from .checks import (
     INT64,
     check_contiguous,
@@ -23,6 +23,17 @@ from .dense import Quantized, quantized
 OPERATOR = Operator(
     "nvfp4_scatter",
     (
+        Kernel(
+            "nvfp4_scatter.cuda_sm90",
+            "cuda",
+            run="ops.nvfp4_quantize.sm90:scatter",
+            bind="ops.nvfp4_quantize.sm90:bind_scatter",
+            needs=frozenset({"wgmma"}),
+            why_not=sm90_configs.why_not,
+            config=sm90_configs.config,
+            must_run=sm90_configs.must_run,
+            configs=sm90_configs.configs,
+        ),
         Kernel(
             "nvfp4_scatter.cpu",
             "cpu",
