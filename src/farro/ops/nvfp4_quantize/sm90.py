@@ -22,10 +22,7 @@ class _Places(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("tokens", "routes", "counts")),
-        *(
-            (name, ctypes.c_int)
-            for name in ("token_count", "route_count", "experts", "capacity")
-        ),
+        *((name, ctypes.c_int) for name in ("token_count", "route_count", "experts", "capacity")),
     )
 
 
@@ -63,6 +60,7 @@ def _quantizes(
 def _launch(
     name: tuple[str, str], device: int, ctas: int, experts: int, parameters: tuple[Any, ...]
 ) -> Launch:
+    """`experts` whose first rows the kernel lists in shared memory."""
     shared = 4 * (experts + 1)
     function = kernel_function(*name, "sm_90a", device, shared)
     return Launch(device, function, (ctas, 1, 1), _THREADS, shared, 1, parameters)
@@ -116,7 +114,7 @@ def scatter_launch(
     sfb: torch.Tensor,
     tokens: tuple[torch.Tensor, torch.Tensor] | None,
 ) -> Any:
-    """Rows from a1; or where there are `tokens`, with a launch before that quantizes a1 to these."""
+    """Rows from a1; with `tokens`, after a launch that may quantize a1 to these."""
     device, blocks, kind = a1.get_device(), sfb.shape[-1], KINDS[by]
     experts = counts.shape[0] - (kind == "ragged")
     routes = 0 if topk_weights is None else topk_weights.numel()
@@ -129,13 +127,14 @@ def scatter_launch(
     items = (routes if kind == "by_routes" else sfb.numel() // max(blocks, 1)) * -(-blocks // 32)
     ctas = grid(config, device, max(items, sfb.numel() >> 12))
     name = kernel_name("rows", kind, topk_weights is not None)
-    rows = _launch(name, device, ctas, experts, (given, where))
+    listed = experts if kind == "planned" else 0
+    rows = _launch(name, device, ctas, listed, (given, where))
     if tokens is None:
         return rows
     total = tokens[1].numel()
     once = _quantizes(a1, None, gscale, *tokens, total, least)
     ctas = grid(config, device, -(-total // 32))
-    return _Two(_launch(kernel_name("tokens", kind), device, ctas, experts, (once, where)), rows)
+    return _Two(_launch(kernel_name("tokens", kind), device, ctas, listed, (once, where)), rows)
 
 
 def copy_launch(
@@ -150,7 +149,9 @@ def copy_launch(
 ) -> Launch:
     device, (experts, rows, blocks) = q.get_device(), sfb.shape
     given = _quantizes(None, None, None, b_act, sfb, blocks, 0, (q, q_sf))
-    where = _Places(src_tok.data_ptr(), 0, expert_num_tokens.data_ptr(), q.shape[0], 0, experts, cap)
+    where = _Places(
+        src_tok.data_ptr(), 0, expert_num_tokens.data_ptr(), q.shape[0], 0, experts, cap
+    )
     ctas = grid(config, device, experts * rows * -(-blocks // 128))
     return _launch(kernel_name("rows", "planned"), device, ctas, experts, (given, where))
 
@@ -206,16 +207,43 @@ def bind_copy(config: Config) -> Callable[..., None]:
     return _Bound(config, copy_launch)
 
 
-def quantize(config: Config, *given: Any) -> None:
-    """As triton.quantize."""
-    bind_quantize(config)(*given)
+def quantize(
+    config: Config,
+    x: torch.Tensor,
+    gscale: torch.Tensor,
+    expert_num_tokens: torch.Tensor | None,
+    how: Gated | None,
+    b_act: torch.Tensor,
+    sfb: torch.Tensor,
+) -> None:
+    bind_quantize(config)(x, gscale, expert_num_tokens, how, b_act, sfb)
 
 
-def scatter(config: Config, *given: Any) -> None:
-    """As triton.scatter."""
+def scatter(
+    config: Config,
+    a1: torch.Tensor,
+    first: torch.Tensor,
+    second: torch.Tensor,
+    topk_weights: torch.Tensor | None,
+    gscale: torch.Tensor,
+    counts: torch.Tensor,
+    by: str,
+    cap: int,
+    b_act: torch.Tensor,
+    sfb: torch.Tensor,
+) -> None:
+    given = (a1, first, second, topk_weights, gscale, counts, by, cap, b_act, sfb)
     bind_scatter(config)(*given)
 
 
-def copy(config: Config, *given: Any) -> None:
-    """As triton.copy."""
-    bind_copy(config)(*given)
+def copy(
+    config: Config,
+    q: torch.Tensor,
+    q_sf: torch.Tensor,
+    src_tok: torch.Tensor,
+    expert_num_tokens: torch.Tensor,
+    cap: int,
+    b_act: torch.Tensor,
+    sfb: torch.Tensor,
+) -> None:
+    bind_copy(config)(q, q_sf, src_tok, expert_num_tokens, cap, b_act, sfb)

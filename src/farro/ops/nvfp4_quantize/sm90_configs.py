@@ -12,6 +12,7 @@ from .activation import Gated
 from .checks import source
 
 _INT32 = 0x7FFFFFFF
+_EXPERTS = 4096  # whose first rows are in shared memory
 _WARPS = 8  # of a CTA
 _FILL = 4096  # unused scales that a warp writes at a time
 _MANY_VALUES = 1 << 25  # of all rows, from which quantizing tokens once may save time
@@ -99,6 +100,8 @@ def why_not(problem: Problem) -> str | None:
             return f"{name} does not start at a multiple of {least} bytes"
     blocks = read.shape[-1] // (BLOCK // 2 if needed else BLOCK * (2 if how else 1))
     regions, rows, routes = _rows(problem)
+    if regions > _EXPERTS:
+        return f"more than {_EXPERTS} experts"
     tokens = 1
     for size in read.shape[:-1]:
         tokens *= size
