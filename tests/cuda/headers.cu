@@ -3,6 +3,7 @@
 #include "fp8_codes.cuh"
 #include "fp8_scales.cuh"
 #include "nvfp4.cuh"
+#include "nvfp4_gate.cuh"
 #include "output.cuh"
 #include "tiles.cuh"
 #include "wgmma.cuh"
@@ -521,4 +522,15 @@ template <bool BF16>
 __global__ void expand_units(const void* x, const u8* scales, uint4* to, int units) {
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
   if (i < units) to[i] = unit_of<BF16>(x, scales, i / 4, i % 4);
+}
+
+__global__ void gate_pairs(const u32* gates, const u32* ups, u32* to, float2* values, int count) {
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i < count) to[i] = gated_pair(gates[i], ups[i]), values[i] = gated(gates[i], ups[i]);
+}
+
+// Scales and ratios of blocks whose largest magnitudes have these bits.
+__global__ void scale_blocks(const u32* largest, const float* gscale, u32* scales, float* ratios, int count) {
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i < count) scales[i] = scale_of(largest[i], gscale[i], ratios[i]);
 }

@@ -16,6 +16,8 @@ pytest.importorskip("cuda.core", reason="needs cuda-core: pip install 'farro[cud
 from farro.cuda import jit, tensor_map
 from farro.cuda.fp8 import gemm
 from farro.cuda.launch import Launch, kernel_function
+from farro.formats import nvfp4
+from farro.ops.nvfp4_quantize import activation
 from farro.testing import FP8_PROMOTED_SUM, assert_bit_equal, assert_close_to_exact
 
 SOURCE = str(Path(__file__).with_name("headers.cu"))
@@ -51,6 +53,7 @@ NAMES = (
     *("reverse_in_pairs", "trade_registers", "read_bias", "visit", "gelu_all"),
     "encode_fours",
     *("copy_bulk", "expand_blocks", "rows_of_experts", "decode_bytes", "widen_halves"),
+    *("gate_pairs", "scale_blocks"),
     *("copy_partly", "write_late", "read_after", "share_tiles", "first_of_warp"),
 )
 
@@ -83,6 +86,7 @@ def test_every_function_of_the_headers_has_a_use():
     # used by those that are tested
     inside = {"mbarrier_try_wait", "bf16_to_float"}
     inside |= {"expand_unit", "reorder_unit", "spread_nan", "add_zero_times"}  # all by unit_of
+    inside |= {"silu_of_bf16", "rounded_to_bf16"}  # by gated_pair
     # the end of both FP8 kernels, whose tests run it with every epilogue and layout
     epilogue = {"finish_values", "store_values", "load_biases", "load_residual", "alpha_of"}
     epilogue |= {"read_vector", "unpack2", "expect_biases", "expect_residual", "prefetch_to_l2"}
@@ -700,3 +704,30 @@ def test_activations_expand_in_the_order_of_weights(generator):
     spoilt = ~fours.isfinite().all(-1, keepdim=True)
     assert 100 < int(spoilt.sum()) < 8000
     assert_same_values(out.view(2048, 8, 4), fours.double().masked_fill(spoilt, torch.nan))
+
+
+@pytest.mark.gpu
+def test_gates_and_scales_of_blocks(generator):
+    """Gates and ups of any bits; magnitudes of any bits with some gscales, odd ones too."""
+    gate, up = (
+        torch.randint(-(2**15), 2**15, (1 << 18, 2), generator=generator).short() for _ in range(2)
+    )
+    out = torch.zeros_like(gate).cuda()
+    values = torch.zeros(gate.shape, device="cuda")
+    count = ctypes.c_int(gate.shape[0])
+    launch("gate_pairs", (gate.cuda(), up.cuda(), out, values, count), 256, blocks=1 << 10)
+    both = torch.cat((gate.view(torch.bfloat16), up.view(torch.bfloat16)), -1)
+    want = activation.gated(both, activation.Gated(False, "silu", 1.0, -1.0))
+    assert_same_values(out.view(torch.bfloat16), want.double())
+    assert_same_values(values, want.double())
+
+    bits = torch.randint(0, 2**15, (1 << 18,), generator=generator).int() << 16
+    some = torch.tensor([1.0, 3.0, 0.37, 448.0, 1e30, 1e-30, 0.0, -2.0, torch.inf, torch.nan])
+    gscale = some[torch.randint(0, len(some), bits.shape, generator=generator)]
+    scales, ratios = torch.zeros_like(bits).cuda(), torch.zeros(bits.shape, device="cuda")
+    given = (bits.cuda(), gscale.cuda(), scales, ratios, ctypes.c_int(bits.shape[0]))
+    launch("scale_blocks", given, 256, blocks=1 << 10)
+    blocks = torch.zeros(bits.shape[0], 32)
+    blocks[:, 5] = bits.view(torch.float32)
+    _, wanted = nvfp4.quantize_blocks(blocks, gscale[:, None])
+    assert torch.equal(scales.cpu(), wanted.flatten().int())

@@ -12,7 +12,7 @@ from farro import nvfp4
 from farro.catalogue import operator_named
 from farro.exact import fma32
 from farro.formats.nvfp4 import unpack_codes
-from farro.ops.nvfp4_quantize import activation, cpu, triton
+from farro.ops.nvfp4_quantize import activation, cpu, triton_configs
 from farro.ops.nvfp4_quantize.activation import Gated
 from farro.testing import CASES, assert_bit_equal
 
@@ -359,13 +359,13 @@ def test_choices_are_legal() -> None:
     for operator in OPERATORS:
         for case in CASES[operator]():
             problem = case.build("cpu", 0).problem
-            assert triton.why_not(problem) is None
-            assert triton.refuses(triton.config(problem), problem) is None
-            legal = triton.configs(problem)
+            assert triton_configs.why_not(problem) is None
+            assert triton_configs.refuses(triton_configs.config(problem), problem) is None
+            legal = triton_configs.configs(problem)
             assert len(legal) > 3
             for config in legal:
-                assert triton.refuses(config, problem) is None
-                assert triton.Config.from_dict(config.as_dict()) == config
+                assert triton_configs.refuses(config, problem) is None
+                assert triton_configs.Config.from_dict(config.as_dict()) == config
 
 
 def test_a_tuned_table_is_asked_by_variant_and_sizes(monkeypatch) -> None:
@@ -377,22 +377,22 @@ def test_a_tuned_table_is_asked_by_variant_and_sizes(monkeypatch) -> None:
         options = [Options(torch.device("cpu"), variant=v) for v in adapter(operator).variants]
         cases = [adapter(operator).build({"m": 24, "n": 4, "k": 96}, o) for o in options]
         for own, case in zip(options, cases):
-            want = triton.Config(2, 2, 77)
+            want = triton_configs.Config(2, 2, 77)
             rows = [
                 {
                     **{"backend": "triton", **o.settings, **c.sizes},
-                    "config": (want if o is own else triton.Config(4, 2, 99)).as_dict(),
+                    "config": (want if o is own else triton_configs.Config(4, 2, 99)).as_dict(),
                 }
                 for o, c in zip(options, cases)
             ]
             far = {
                 **rows[options.index(own)],
                 "k": 9600,
-                "config": triton.Config(4, 2, 5).as_dict(),
+                "config": triton_configs.Config(4, 2, 5).as_dict(),
             }
             table = lambda name, device, r=(far, *rows): r  # noqa: E731
-            monkeypatch.setattr(triton, "table", table)
-            assert triton.config(case.problem()[1]) == want
+            monkeypatch.setattr(triton_configs, "table", table)
+            assert triton_configs.config(case.problem()[1]) == want
 
 
 def test_more_than_a_grid_holds_is_refused() -> None:

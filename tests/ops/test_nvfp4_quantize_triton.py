@@ -11,7 +11,7 @@ from farro import moe, nvfp4
 from farro.arch import arch_named
 from farro.catalogue import operator_named
 from farro.dispatch import explain
-from farro.ops.nvfp4_quantize import activation, triton
+from farro.ops.nvfp4_quantize import activation, triton, triton_configs
 from farro.testing import CASES, assert_bit_equal
 
 from .triton_interpreter import run_again
@@ -106,7 +106,7 @@ def test_compiles(name, arch) -> None:
 
     function, given, prepare, arguments = calls()[name]
     problem = explain(function, *given, arch=arch).problem
-    launch = prepare(triton.config(problem), *arguments)
+    launch = prepare(triton_configs.config(problem), *arguments)
     code = compile_only(
         launch.kernel, launch.args(*arguments), launch.options, arch_named(arch).capability
     )

@@ -10,8 +10,8 @@ import torch
 from farro import moe, nvfp4
 from farro.arch import interpreting
 from farro.catalogue import operator_named
-from farro.ops.nvfp4_quantize import triton
-from farro.ops.nvfp4_quantize.triton import Config
+from farro.ops.nvfp4_quantize import triton, triton_configs
+from farro.ops.nvfp4_quantize.triton_configs import Config
 from farro.testing import CASES, assert_bit_equal
 
 from . import fused
@@ -60,7 +60,7 @@ def test_any_configuration(operator, config, generator):
             )
             check(operator, changed, generator)
     finally:
-        object.__setattr__(kernel, "config", triton.config)
+        object.__setattr__(kernel, "config", triton_configs.config)
 
 
 def test_every_value_through_silu_and_the_quantizer(generator):

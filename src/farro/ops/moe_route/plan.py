@@ -250,7 +250,7 @@ def dispatch_plan(
         first_expert: the id of this rank's first expert, 0 or more.
         num_local_experts: E, 1 to 4096.
         cap: rows of each expert, 0 or more; E * cap < 2^31.
-        backend: "auto", "reference", "cpu" or "triton".
+        backend: "auto", "reference", "cpu", "triton" or "cuda".
 
     Returns:
         (expert_num_tokens int32 [E], route_dest int32 [T, topk], src_tok int32 [E*cap],
@@ -286,7 +286,7 @@ def dispatch_plan_ragged(
             token.
         first_expert: the id of this rank's first expert, 0 or more.
         num_local_experts: E, 1 to 4096.
-        backend: "auto", "reference", "cpu" or "triton".
+        backend: "auto", "reference", "cpu", "triton" or "cuda".
 
     Returns:
         (expert_offsets int32 [E+1], route_dest int32 [T, topk], src_tok int32 [T*topk], src_route

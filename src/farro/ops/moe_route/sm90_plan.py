@@ -105,6 +105,17 @@ def compile(config: Config, problem: Problem) -> None:
     jit.cubin(*kernel_name(spec.dtype is torch.int64, flat, ragged, config.cluster), "sm_90a")
 
 
+def slice_of(config: Config, routes: int) -> int:
+    """Routes that a CTA ranks, at most: whole rounds of its threads."""
+    each = -(-routes // config.ctas)
+    return max(1, -(-each // THREADS)) * THREADS
+
+
+def shared_bytes(experts: int) -> int:
+    """Five counts of each expert, and one of 16 bits for each warp."""
+    return -(-experts // 4) * 4 * (5 * 4 + _WARPS * 2)
+
+
 def _flat(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
     tokens, topk = shape
     return (stride[1] == 1 or topk <= 1) and (stride[0] == topk or tokens <= 1)
@@ -125,14 +136,11 @@ def _launch(
     strides = topk_ids.stride()
     flat = _flat(tuple(topk_ids.shape), strides)
     name = kernel_name(topk_ids.dtype is torch.int64, flat, ragged, config.cluster)
-    room = -(-experts // 4) * 4
-    shared = room * (5 * 4 + _WARPS * 2)
+    shared = shared_bytes(experts)
     device = topk_ids.get_device()
     function = kernel_function(*name, "sm_90a", device, shared)
-    each = -(-routes // config.ctas)
-    slice_ = max(1, -(-each // THREADS)) * THREADS
     given = (topk_ids, counts, route_dest, src_tok, src_route)
-    sizes_ = (routes, max(topk, 1), first_expert, experts, cap or 0, slice_)
+    sizes_ = (routes, max(topk, 1), first_expert, experts, cap or 0, slice_of(config, routes))
     plan = _Plan(*(t.data_ptr() for t in given), *strides, *sizes_)
     grid = (config.ctas, 1, 1)
     return Launch(device, function, grid, THREADS, shared, config.cluster, (plan,))

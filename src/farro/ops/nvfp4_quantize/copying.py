@@ -10,7 +10,7 @@ from ...checks import check_dtype, check_required, check_shape, check_size
 from ...dispatch import Kernel, Operator
 from ...formats.nvfp4 import BLOCK
 from ...functional import Functional
-from . import sm90_configs, triton
+from . import sm90_configs, triton_configs
 from .checks import (
     INT32,
     UINT8,
@@ -49,10 +49,10 @@ OPERATOR = Operator(
             run="ops.nvfp4_quantize.triton:copy",
             bind="ops.nvfp4_quantize.triton:bind_copy",
             needs=frozenset({"triton"}),
-            why_not=triton.why_not,
-            config=triton.config,
-            must_run=triton.must_run,
-            configs=triton.configs,
+            why_not=triton_configs.why_not,
+            config=triton_configs.config,
+            must_run=triton_configs.must_run,
+            configs=triton_configs.configs,
         ),
         Kernel(
             "nvfp4_scatter_fp4.reference",
@@ -130,7 +130,7 @@ def scatter_fp4_planned(
             counts as unused.
         expert_num_tokens: int32 [E], clamped to [0, cap].
         cap: rows of each expert.
-        backend: "auto", "reference", "cpu" or "triton".
+        backend: "auto", "reference", "cpu", "triton" or "cuda".
 
     Returns:
         (b_act uint8 [E, cap, K/2], sfb uint8 [E, cap, K/32]), contiguous. In unused rows codes are

@@ -11,7 +11,7 @@ from ...checks import check_required
 from ...dispatch import Kernel, Operator
 from ...formats.nvfp4 import BLOCK
 from ...functional import Functional
-from . import cpu, sm90_configs, triton
+from . import cpu, sm90_configs, triton_configs
 from .activation import ACTIVATIONS, LARGEST, SMALLEST, Gated, fp32
 from .checks import (
     check_bool,
@@ -48,10 +48,10 @@ KERNELS = (
         run="ops.nvfp4_quantize.triton:quantize",
         bind="ops.nvfp4_quantize.triton:bind_quantize",
         needs=frozenset({"triton"}),
-        why_not=triton.why_not,
-        config=triton.config,
-        must_run=triton.must_run,
-        configs=triton.configs,
+        why_not=triton_configs.why_not,
+        config=triton_configs.config,
+        must_run=triton_configs.must_run,
+        configs=triton_configs.configs,
     ),
     Kernel(
         "nvfp4_quantize.reference",
@@ -131,7 +131,7 @@ def quant_act(
         expert_num_tokens: int32 [E], on x's device, clamped to [0, max_n].
         features: out-features of the product that will read the result. A hint: never checked, and
             it changes no byte.
-        backend: "auto", "reference", "cpu" or "triton".
+        backend: "auto", "reference", "cpu", "triton" or "cuda".
 
     Returns:
         (b_act uint8 [E, max_n, K/2], two codes a byte, lower K in the low nibble; sfb uint8
@@ -252,7 +252,7 @@ def silu_mul_quant_act(
         interleaved: columns are in the order of `farro.nvfp4.interleave_gate_up_rows(N)`.
         activation: "silu" or "situ".
         beta, linear_beta: of "situ", rounded to FP32; beta is positive.
-        backend: "auto", "reference", "cpu" or "triton".
+        backend: "auto", "reference", "cpu", "triton" or "cuda".
 
     Returns:
         (b_act uint8 [E, max_n, N/2], sfb uint8 [E, max_n, N/32]), as quant_act gives them.
@@ -299,7 +299,7 @@ def quant_rows(x: torch.Tensor, gscale: torch.Tensor, *, backend: str = "auto") 
     Args:
         x: bf16 [T, K], contiguous, K a multiple of 32.
         gscale: fp32 [] or [1].
-        backend: "auto", "reference", "cpu" or "triton".
+        backend: "auto", "reference", "cpu", "triton" or "cuda".
 
     Returns:
         (q uint8 [T, K/2], sf uint8 [T, K/32]), contiguous and completely written.

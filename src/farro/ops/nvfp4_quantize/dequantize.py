@@ -10,7 +10,7 @@ from ...checks import check_dtype, check_required, check_shape, check_tensors
 from ...dispatch import Kernel, Operator
 from ...formats.nvfp4 import BLOCK
 from ...functional import Functional
-from . import triton
+from . import triton_configs
 from .checks import UINT8, check_blocks, check_contiguous
 
 OPERATOR = Operator(
@@ -29,10 +29,10 @@ OPERATOR = Operator(
             run="ops.nvfp4_quantize.triton:dequantize",
             bind="ops.nvfp4_quantize.triton:bind_dequantize",
             needs=frozenset({"triton"}),
-            why_not=triton.why_not,
-            config=triton.config,
-            must_run=triton.must_run,
-            configs=triton.configs,
+            why_not=triton_configs.why_not,
+            config=triton_configs.config,
+            must_run=triton_configs.must_run,
+            configs=triton_configs.configs,
         ),
         Kernel(
             "nvfp4_dequantize.reference",

@@ -119,7 +119,7 @@ def scatter_quant_act_planned(
         gscale: fp32 [E] or [1].
         expert_num_tokens: int32 [E], clamped to [0, cap].
         cap: rows of each expert.
-        backend: "auto", "reference", "cpu" or "triton".
+        backend: "auto", "reference", "cpu", "triton" or "cuda".
 
     Returns:
         (b_act uint8 [E, cap, K/2], sfb uint8 [E, cap, K/32]), contiguous. In unused rows codes are
@@ -221,7 +221,7 @@ def scatter_quant_act_ragged(
         topk_weights: fp32 [T, topk] to apply on the input, or None.
         gscale: fp32 [E] or [1].
         expert_offsets: int32 [E+1], ascending.
-        backend: "auto", "reference", "cpu" or "triton".
+        backend: "auto", "reference", "cpu", "triton" or "cuda".
 
     Returns:
         (b_act uint8 [T*topk, K/2], sfb uint8 [T*topk, K/32]), contiguous. In unused rows codes are

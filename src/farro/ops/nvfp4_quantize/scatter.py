@@ -9,7 +9,7 @@ import torch
 from ...checks import check_dtype, check_required, check_shape, check_size, check_tensors
 from ...dispatch import Kernel, Operator
 from ...functional import Functional
-from . import cpu, sm90_configs, triton
+from . import cpu, sm90_configs, triton_configs
 from .checks import (
     INT64,
     check_contiguous,
@@ -48,10 +48,10 @@ OPERATOR = Operator(
             run="ops.nvfp4_quantize.triton:scatter",
             bind="ops.nvfp4_quantize.triton:bind_scatter",
             needs=frozenset({"triton"}),
-            why_not=triton.why_not,
-            config=triton.config,
-            must_run=triton.must_run,
-            configs=triton.configs,
+            why_not=triton_configs.why_not,
+            config=triton_configs.config,
+            must_run=triton_configs.must_run,
+            configs=triton_configs.configs,
         ),
         Kernel(
             "nvfp4_scatter.reference",
@@ -163,7 +163,7 @@ def scatter_quant_act(
         gscale: fp32 [E] or [1].
         expert_num_tokens: int32 [E], clamped to [0, cap].
         cap: rows of each expert.
-        backend: "auto", "reference", "cpu" or "triton".
+        backend: "auto", "reference", "cpu", "triton" or "cuda".
 
     Returns:
         (b_act uint8 [E, cap, K/2], sfb uint8 [E, cap, K/32]), contiguous. In rows at or past the

@@ -190,7 +190,7 @@ class _Scatter(_Bound):
         self.prepared.run(
             a1.device,
             [*tensors, *(room or ())],
-            lambda: scatter_launch(self.config, *given, room),
+            lambda: self.launch(self.config, *given, room),
         )
 
 
