@@ -61,6 +61,7 @@ def test_slices_of_a_plan_cover_all_routes(cap):
 
 def test_tokens_are_quantized_once_where_that_may_pay():
     config = sm90_configs.Config()
-    assert config.pays(8192, 65536, 2048) and not config.pays(8192, 16384, 4096)
+    assert config.pays(8192, 65536, 2048) and config.pays(8192, 16384, 4096)
     assert not config.pays(512, 4096, 2048) and not config.pays(0, 128, 1 << 20)
+    assert not sm90_configs.Config(once=4).pays(8192, 16384, 4096)
     assert not sm90_configs.Config(once=0).pays(8192, 65536, 2048)

@@ -67,14 +67,18 @@ def refuses(config: Config, problem: Problem) -> str | None:
 
 
 def config(problem: Problem) -> Config:
-    """16 bytes a thread; few tokens: narrow programs, so that more of the device reads."""
+    """32 bytes a thread; few tokens: narrow programs of 16, so that more of the device reads.
+
+    The two loads of a thread wait together: where a token has one of eight rows here, the wait is
+    most of a program's time.
+    """
     tokens, k = problem.spec("out").shape
     block = 1024
     while block > 256 and tokens * -(-k // block) < _FEW and k <= block // 2 * _GRID:
         block //= 2
     while block > 256 and block >= 2 * k:
         block //= 2
-    return Config(block, block // 256)
+    return Config(block, 2 if block == 1024 else block // 256)
 
 
 def configs(problem: Problem) -> list[Config]:
