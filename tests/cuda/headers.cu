@@ -149,6 +149,23 @@ __global__ void __launch_bounds__(32)
   if (lane == 0) tma_store_wait<0>();
 }
 
+// The same to (x, 8 * box), where `valid` has the box's bit.
+template <int BYTES>
+__global__ void __launch_bounds__(32)
+    store_some_boxes(const __grid_constant__ TensorMap map, const u8* from, int boxes, int x, u32 valid) {
+  const Aligned shared;
+  const int lane = threadIdx.x;
+  for (int box = 0; box < boxes; ++box) {
+    if (lane == 0) tma_store_wait<0>();
+    __syncwarp();
+    for (int i = lane; i < BYTES; i += 32) shared.memory[i] = from[box * BYTES + i];
+    fence_async_proxy();
+    __syncwarp();
+    if (lane == 0) tma_store(&map, x, 8 * box, shared.base, valid >> box & 1);
+  }
+  if (lane == 0) tma_store_wait<0>();
+}
+
 // ---- cp.async: one piece a lane ----
 
 template <int BYTES>

@@ -39,6 +39,7 @@ NAMES = (
     *(f"load_box<{rows}, false>" for rows in (8, 64, 256)),
     *(f"load_box<{rows}, true>" for rows in (16, 96, 256)),
     *(f"store_boxes<{32 * size}>" for size in (128, 80)),
+    "store_some_boxes<1024>",
     *(f"load_expert_box<{rows}, false>" for rows in (64, 256)),
     *(f"load_expert_box<{rows}, true>" for rows in (64, 256)),
     *(f"copy_small<{size}>" for size in (4, 8, 16)),
@@ -217,6 +218,25 @@ def test_tma_store_of_results(group, groups, generator):
         want[1:-1, z * group : z * group + size] = boxes[:rows]
         want[:, columns:] = 0
         assert torch.equal(memory.cpu(), want[:, : columns + 8]), f"from group {z} on"
+
+
+@pytest.mark.gpu
+def test_eights_of_rows_are_stored_where_valid(generator):
+    """In the swizzle that wgmma reads; what is outside of the matrix, or not valid, stays."""
+    given = torch.randint(1, 256, (6, 8, 8, 16), generator=generator).byte()
+    memory = torch.zeros(50, 208, dtype=torch.uint8, device="cuda")
+    described = tensor_map.encode(memory.data_ptr(), 43, 192, 208, 8, 128)
+    valid = 0b110101
+    numbers = ctypes.c_int(6), ctypes.c_int(128), ctypes.c_uint(valid)
+    launch("store_some_boxes<1024>", (described, given.cuda(), *numbers), 32, shared=1024 + 2048)
+    want = torch.zeros(50, 208, dtype=torch.uint8)
+    row, piece = torch.arange(8)[:, None], torch.arange(8)
+    for box in range(6):
+        if valid >> box & 1:
+            flat = given[box][row, piece ^ row].reshape(8, 128)
+            want[8 * box : 8 * box + 8, 128:192] = flat[:, :64]
+    want[43:] = 0
+    assert torch.equal(memory.cpu(), want)
 
 
 @pytest.mark.gpu

@@ -19,6 +19,8 @@ SPREAD = (  # gate/up or down; the slow sweep has all
     (Tile(32, 4, 1, 5), 64, True),
     (Tile(64, 2, 2, 4), 32, False),
     (Tile(128, 2, 2, 4), 128, True),
+    (Tile(128, 2, 2, 4, gathered=True), 256, True),
+    (Tile(128, 2, 2, 4), 256, False),
 )
 
 
@@ -49,7 +51,10 @@ def check(tile, gated, group_size, tmp_path):
     else:
         assert kernel.registers <= launched, what
     assert any(f"UTMALDG.{5 if gated else 3}D" in line for line in lines), what
-    assert any("LDGSTS.E.BYPASS.128" in line for line in lines) == gated, what
+    gathers = gated and not tile.gathered
+    assert any("LDGSTS.E.BYPASS.128" in line for line in lines) == gathers, what
+    sends = not gated and tile.routes == 128 and tile.waves == 2
+    assert any("UTMASTG.2D" in line for line in lines) == sends, what
     assert any("UCGABAR_ARV" in line for line in lines) == (
         sm90_configs.cluster_of(tile, gated, group_size) > 1
     ), what
@@ -73,6 +78,12 @@ def test_routing_and_sum(tmp_path):
         assert kernel.stack == 0
         assert not any("FFMA" in line for line in lines), "products are rounded, then added"
         assert any("LDG.E.128" in line for line in lines) == (vector == 8)
+    for name in (sm90.sum_many_name(torch.bfloat16), sm90.GATHER):
+        kernel = compiled(*name)
+        lines = disassembled(kernel.cubin, tmp_path)
+        assert kernel.stack == 0 and any("STG.E.128" in line for line in lines)
+        assert sum("LDG.E" in line and ".128" in line for line in lines) >= 4, "in flight together"
+        assert not any("FFMA" in line for line in lines)
 
 
 @pytest.mark.slow

@@ -110,6 +110,7 @@ def test_illegal_tiles_say_why():
 
     assert told() == "None"
     assert "positive" in told(stages=True)
+    assert "gathered" in told(gated=False, gathered=True)
     assert "tile" in told(routes=24) and "tile" in told(waves=2)
     assert "ring" in told(group=256, stages=2)
     assert "registers" in told(routes=64)
@@ -139,7 +140,11 @@ def test_parameters_lie_as_the_kernels_read_them(tmp_path):
     text = []
     for file, named, structures in (
         ("sm90.cu", "sm90_layout.cuh", {"Problem": sm90._Problem}),
-        ("sm90_route.cu", "sm90_route.cu", {"Routes": sm90._Routes, "Sum": sm90._Sum}),
+        (
+            "sm90_route.cu",
+            "sm90_route.cu",
+            {"Routes": sm90._Routes, "Sum": sm90._Sum, "Gather": sm90._Gather},
+        ),
     ):
         source = (folder / named).read_text()
         facts = [f'#include "{folder / file}"']
@@ -150,12 +155,13 @@ def test_parameters_lie_as_the_kernels_read_them(tmp_path):
     for gated in (True, False):
         for group_size in GROUP_SIZES:
             for n, t in enumerate(shapes(gated, group_size)[::5]):
-                given = f"{str(gated).lower()}, {group_size}, {t.routes}, {t.warpgroups}, "
-                given += f"{t.waves}, {t.stages}, {t.ctas}"
+                gathers = gated and not t.gathered
+                given = f"{str(gated).lower()}, {str(gathers).lower()}, {group_size}, {t.routes}, "
+                given += f"{t.warpgroups}, {t.waves}, {t.stages}, {t.ctas}"
                 own = sm90_configs.shared_bytes(t, gated, group_size, 9)
                 facts = f"T::table == {own - sm90_configs._ALIGNMENT - 8 * 10}"
                 facts += f" && T::CLUSTER == {sm90_configs.cluster_of(t, gated, group_size)}"
-                facts += " && T::rates % 16 == 0 && T::full % 8 == 0"
+                facts += " && T::results % 1024 == 0 && T::rates % 16 == 0 && T::full % 8 == 0"
                 taken = "T::exchange ? T::taken : T::launched"
                 facts += f" && ({taken}) == {sm90_configs.registers(t, gated)}"
                 text[0].append(
@@ -198,19 +204,37 @@ def test_what_the_launches_are_given(interleaved, monkeypatch):
     assert first.cluster == 4 and first.grid == (16, 1, 1) and first.threads == 256
 
     second = sm90.down_launch(tile, w_down, scale_down, routes, scratch, base, group_size)
-    described, codes, problem = second.parameters
+    described, codes, results, problem = second.parameters
+    assert results == (base + scratch.at["y"], routes, 2 * h, 2 * h, 8, 128)
     assert described == ("encode_experts", w_down.data_ptr(), (3, h, i), (h * i, i), 64)
     assert codes == (base + scratch.at["codes"], routes, i, 96, 8, 128)
     assert (problem.features, problem.k, problem.out, problem.out_vector) == (
-        *(h, i, base + scratch.at["y"], 1),
+        *(h, i, base + scratch.at["y"], 2),
     )
     assert second.cluster == 1 and second.grid == (16, 1, 1)
+
+    # rows that are gathered, and their scales [groups][routes], lie where BF16 rows will
+    gather = sm90.gather_launch(x, scale_x, experts, routes, scratch, base)
+    (given_to_it,) = gather.parameters
+    second_at = base + scratch.at["y"] + routes * h
+    assert (given_to_it.rows, given_to_it.scales) == (base + scratch.at["y"], second_at)
+    wide = Tile(64, 2, 1, 4, gathered=True)
+    after = sm90.gate_up_launch(
+        wide, x, scale_x, w, scale_w, routes, scratch, base, group_size, interleaved
+    )
+    _, rows, problem = after.parameters
+    assert "moe_gate_up_gathered<" in after.function[1]
+    assert rows == (base + scratch.at["y"], routes, h, h, 32, 128)
+    assert (problem.x_scale, problem.x_scale_row, problem.x_scale_group) == (second_at, 1, routes)
 
     plan = sm90.plan_launch(ids, experts, scratch, base)
     assert plan.grid == (1, 1, 1) and "moe_plan<int, 1>" in plan.function[1]
     out = torch.empty(tokens, h, dtype=torch.float16)
     last = sm90.sum_launch(weights, out, scratch, base)
     assert "moe_sum<Float16, 8>" in last.function[1] and last.grid == (5, 1, 1)
+    out, many = torch.empty(1025, h), torch.ones(1025, topk)
+    last = sm90.sum_launch(many, out, sm90.Scratch(4100, 3, h, i, 128), base)
+    assert "moe_sum_many<float>" in last.function[1] and last.grid == (129, 1, 1)
     many = torch.zeros(3000, 4, dtype=torch.int64)
     plan = sm90.plan_launch(many, experts, sm90.Scratch(12000, 3, h, i, 128), base)
     assert plan.grid == (8, 1, 1) and plan.cluster == 8 and "<long long, 8>" in plan.function[1]

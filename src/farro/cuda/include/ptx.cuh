@@ -153,6 +153,15 @@ __device__ __forceinline__ void tma_store_groups(const TensorMap* map, int y, in
       : "memory");
 }
 
+// A 2-D box from shared memory to (x, y), where `valid`; a group either way.
+__device__ __forceinline__ void tma_store(const TensorMap* map, int x, int y, u32 smem, bool valid) {
+  if (valid)
+    asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];" ::"l"(map),
+                 "r"(x), "r"(y), "r"(smem)
+                 : "memory");
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+
 // Until shared memory has been read by all stores of this thread but the last PENDING.
 template <int PENDING>
 __device__ __forceinline__ void tma_store_wait() {

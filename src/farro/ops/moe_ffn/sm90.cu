@@ -5,52 +5,58 @@
 // first warp with weights by TMA, the last ones with rows; its second fills a ring of scales. Each other
 // warpgroup multiplies WAVES times 64 weight rows, by groups: total = fma(float(sum), sX * sW, total).
 //
-// GATED (gate/up): rows are gathered from the tokens' own, 16 bytes at a time. Of 16 weight rows 8 are
-// gate and 8 up, so that a thread has both of a feature; SwiGLU and the quantizer follow in registers.
-// Where a group has more features than a CTA, a cluster shares their maxima.
+// GATED (gate/up): of 16 weight rows 8 are gate and 8 up, so that a thread has both of a feature; SwiGLU
+// and the quantizer follow in registers. Where a group has more features than a CTA, a cluster shares
+// their maxima. GATHERS: rows are read where tokens have them, 16 bytes at a time.
 #include "sm90_finish.cuh"
 #include "sm90_produce.cuh"
 
 using namespace farro;
 
 template <class T, int WIDTH>
-__device__ __forceinline__ void compute(const Problem& p, const Tile& tile, u8* shared, u32 base,
-                                        Consumer<T>& c) {
+__device__ __forceinline__ void compute(const TensorMap* results, const Problem& p, const Tile& tile,
+                                        u8* shared, u32 base, Consumer<T>& c) {
   float total[T::WAVES][WIDTH / 2];
   multiply_tile<T, WIDTH>(p, shared, base, c, total);
-  if constexpr (T::GATED) activate<T, WIDTH>(p, tile, shared, base, c, total);
-  else store<T, WIDTH>(p, tile, c, total);
+  if constexpr (T::GATED) {
+    activate<T, WIDTH>(p, tile, shared, base, c, total);
+  } else {
+    if constexpr (T::STAGED)
+      if (p.out_vector > 1) return send<T, WIDTH>(results, p, tile, shared, base, c, total);
+    store<T, WIDTH>(p, tile, c, total);
+  }
 }
 
 template <class T>
-__device__ __forceinline__ void consume(const Problem& p, Tiles& tiles, u8* shared, u32 base,
-                                        Consumer<T>& c) {
+__device__ __forceinline__ void consume(const TensorMap* results, const Problem& p, Tiles& tiles,
+                                        u8* shared, u32 base, Consumer<T>& c) {
   constexpr int W = T::TOKENS;
   Tile tile;
   while (tiles.take(tile)) {  // in the narrowest product that holds the tile's rows
     if constexpr (W == 128)
       if (tile.rows > W / 2 && tile.rows <= W / 4 * 3) {
-        compute<T, W / 4 * 3>(p, tile, shared, base, c);
+        compute<T, W / 4 * 3>(results, p, tile, shared, base, c);
         continue;
       }
     if constexpr (W >= 32)
       if (tile.rows <= W / 4) {
-        compute<T, W / 4>(p, tile, shared, base, c);
+        compute<T, W / 4>(results, p, tile, shared, base, c);
         continue;
       }
     if constexpr (W >= 16)
       if (tile.rows <= W / 2) {
-        compute<T, W / 2>(p, tile, shared, base, c);
+        compute<T, W / 2>(results, p, tile, shared, base, c);
         continue;
       }
-    compute<T, W>(p, tile, shared, base, c);
+    compute<T, W>(results, p, tile, shared, base, c);
   }
 }
 
 // ---- The kernels ----
 
 template <class T>
-__device__ __forceinline__ void run(const TensorMap* weights, const TensorMap* rows, const Problem& p) {
+__device__ __forceinline__ void run(const TensorMap* weights, const TensorMap* rows,
+                                    const TensorMap* results, const Problem& p) {
   extern __shared__ u8 raw[];
   const u32 raw_address = smem_address(raw), base = (raw_address + 1023) & ~1023u;
   u8* shared = raw + (base - raw_address);
@@ -58,10 +64,11 @@ __device__ __forceinline__ void run(const TensorMap* weights, const TensorMap* r
 
   if (threadIdx.x == 0) {
     prefetch_tensor_map(weights);
-    if constexpr (!T::GATED) prefetch_tensor_map(rows);
+    if constexpr (!T::GATHERS) prefetch_tensor_map(rows);
+    if constexpr (!T::GATED && T::STAGED) prefetch_tensor_map(results);
     for (int i = 0; i < T::STAGES; ++i) {
       // weights, and rows
-      mbarrier_init(base + T::full + 8 * i, 1 + (T::GATED ? 32 * T::GATHERERS : 1));
+      mbarrier_init(base + T::full + 8 * i, 1 + (T::GATHERS ? 32 * T::GATHERERS : 1));
       mbarrier_init(base + T::empty + 8 * i, 4 * T::WARPGROUPS);
     }
     for (int i = 0; i < T::SLOTS; ++i) {
@@ -71,11 +78,10 @@ __device__ __forceinline__ void run(const TensorMap* weights, const TensorMap* r
     mbarrier_init(base + T::ready, 4 * T::WARPGROUPS * T::CLUSTER);
     fence_mbarrier_init();
   }
-  if constexpr (T::GATED) {
+  if constexpr (T::GATED)
     for (int i = threadIdx.x; i < 3 * T::parts * T::TOKENS; i += T::threads)
       reinterpret_cast<u32*>(shared + T::maxima)[i] = 0;
-    wait_for_kernel_before();  // routes
-  }
+  if constexpr (T::GATHERS) wait_for_kernel_before();  // routes
   // The kernel after this one may rely on routes, and on these alone without waiting
   if (threadIdx.x == 0) let_next_kernel_begin();
   constexpr int kTogether = T::features * T::CLUSTER;
@@ -93,9 +99,9 @@ __device__ __forceinline__ void run(const TensorMap* weights, const TensorMap* r
     if (warp == 0) {
       bring_weights<T>(weights, p, tiles, base, lane);
     } else if (warp == 1) {
-      if constexpr (!T::GATED) wait_for_kernel_before();
+      if constexpr (!T::GATHERS) wait_for_kernel_before();
       bring_scales<T>(p, tiles, base, lane);
-    } else if constexpr (!T::GATED) {
+    } else if constexpr (!T::GATHERS) {
       if (warp == 2) {
         wait_for_kernel_before();
         bring_rows<T>(rows, p, tiles, base, lane);
@@ -107,7 +113,8 @@ __device__ __forceinline__ void run(const TensorMap* weights, const TensorMap* r
     if constexpr (T::exchange) take_registers<T::taken>();
     Consumer<T> c;
     c.which = warp / 4 - 1, c.warp = warp % 4, c.lane = lane;
-    consume<T>(p, tiles, shared, base, c);
+    consume<T>(results, p, tiles, shared, base, c);
+    if constexpr (!T::GATED && T::STAGED) tma_store_wait<0>();
   }
   if constexpr (T::CLUSTER > 1) {  // the others may still raise maxima here
     __syncwarp();
@@ -115,15 +122,24 @@ __device__ __forceinline__ void run(const TensorMap* weights, const TensorMap* r
   }
 }
 
+// Rows of tokens, gathered.
 template <int GROUP, int TOKENS, int WARPGROUPS, int WAVES, int STAGES, int CTAS>
 __global__ void __launch_bounds__(128 + 128 * WARPGROUPS, CTAS)
     moe_gate_up(const __grid_constant__ TensorMap weights, const __grid_constant__ Problem p) {
-  run<Traits<true, GROUP, TOKENS, WARPGROUPS, WAVES, STAGES, CTAS>>(&weights, nullptr, p);
+  run<Traits<true, true, GROUP, TOKENS, WARPGROUPS, WAVES, STAGES, CTAS>>(&weights, nullptr, nullptr, p);
+}
+
+// Rows of routes, as moe_gather left them.
+template <int GROUP, int TOKENS, int WARPGROUPS, int WAVES, int STAGES, int CTAS>
+__global__ void __launch_bounds__(128 + 128 * WARPGROUPS, CTAS)
+    moe_gate_up_gathered(const __grid_constant__ TensorMap weights, const __grid_constant__ TensorMap rows,
+                         const __grid_constant__ Problem p) {
+  run<Traits<true, false, GROUP, TOKENS, WARPGROUPS, WAVES, STAGES, CTAS>>(&weights, &rows, nullptr, p);
 }
 
 template <int GROUP, int TOKENS, int WARPGROUPS, int WAVES, int STAGES, int CTAS>
 __global__ void __launch_bounds__(128 + 128 * WARPGROUPS, CTAS)
     moe_down(const __grid_constant__ TensorMap weights, const __grid_constant__ TensorMap rows,
-             const __grid_constant__ Problem p) {
-  run<Traits<false, GROUP, TOKENS, WARPGROUPS, WAVES, STAGES, CTAS>>(&weights, &rows, p);
+             const __grid_constant__ TensorMap results, const __grid_constant__ Problem p) {
+  run<Traits<false, false, GROUP, TOKENS, WARPGROUPS, WAVES, STAGES, CTAS>>(&weights, &rows, &results, p);
 }

@@ -1,6 +1,7 @@
-"""moe_ffn on SM90a: four launches, of which each may begin while the one before it ends.
+"""moe_ffn on SM90a: launches of which each may begin while the one before it ends.
 
     moe_plan       rows for the routes, sorted by expert         (sm90_route.cu)
+    moe_gather     the rows of tokens in this order, where experts have many
     moe_gate_up    codes of silu(gate) * up, of rows read through the plan  (sm90.cu)
     moe_down       BF16 rows
     moe_sum        the weighted sum of each token's rows, in slot order
@@ -56,6 +57,7 @@ _OUT = {torch.bfloat16: "BFloat16", torch.float16: "Float16", torch.float32: "fl
 _ID = {torch.int32: "int", torch.int64: "long long"}
 _PLAN_THREADS = 1024
 _PLAN_CLUSTER = 8  # CTAs that share the routes where there are many
+_MANY_TOKENS = 1024  # from here on a CTA of the sum has eight
 _OVERLAPS = True  # launches begin before the one ahead has ended
 
 
@@ -79,8 +81,21 @@ class _Sum(ctypes.Structure):
     )
 
 
+class _Gather(ctypes.Structure):
+    """`struct Gather` of sm90_route.cu."""
+
+    _fields_ = (
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("x", "x_scale", "offsets", "source", "rows", "scales")
+        ),
+        *((name, ctypes.c_int64) for name in ("x_pitch", "x_scale_row", "x_scale_group")),
+        *((name, ctypes.c_int) for name in ("experts", "groups", "routes", "pitch")),
+    )
+
+
 class _Problem(ctypes.Structure):
-    """`struct Problem` of sm90.cu."""
+    """`struct Problem` of sm90_layout.cuh."""
 
     _fields_ = (
         *(
@@ -138,6 +153,8 @@ class Scratch:
 def kernel_name(tile: Tile, gated: bool, group_size: int) -> tuple[str, str]:
     """Source file and name expression of a product."""
     t, name = tile, "moe_gate_up" if gated else "moe_down"
+    if tile.gathered:
+        name = "moe_gate_up_gathered"
     sizes = f"{t.routes}, {t.warpgroups}, {t.waves}, {t.stages}, {t.ctas}"
     return _PRODUCTS, f"{name}<{group_size}, {sizes}>"
 
@@ -153,8 +170,15 @@ def plan_name(dtype: torch.dtype, cluster: int) -> tuple[str, str]:
     return _ROUTES, f"moe_plan<{_ID[dtype]}, {cluster}>"
 
 
+GATHER = _ROUTES, "moe_gather<256>"
+
+
 def sum_name(dtype: torch.dtype, vector: int) -> tuple[str, str]:
     return _ROUTES, f"moe_sum<{_OUT[dtype]}, {vector}>"
+
+
+def sum_many_name(dtype: torch.dtype) -> tuple[str, str]:
+    return _ROUTES, f"moe_sum_many<{_OUT[dtype]}>"
 
 
 def _step(tensor: torch.Tensor, dimension: int) -> int:
@@ -197,6 +221,32 @@ def _product(
     return Launch(device, function, grid, tile.threads, size, cluster, parameters, _OVERLAPS)
 
 
+def _gathered_at(scratch: Scratch, base: int, routes: int, h: int) -> tuple[int, int]:
+    """Rows of routes and their scales [groups][routes] lie where BF16 rows will come later."""
+    rows = base + scratch.at["y"]
+    return rows, rows + routes * h
+
+
+def gather_launch(
+    x: torch.Tensor,
+    scale_x: torch.Tensor,
+    experts: int,
+    routes: int,
+    scratch: Scratch,
+    base: int,
+) -> Launch:
+    device, h = x.get_device(), x.shape[1]
+    given = _Gather(
+        *(x.data_ptr(), scale_x.data_ptr(), base + scratch.at["offsets"]),
+        *(base + scratch.at["source"], *_gathered_at(scratch, base, routes, h)),
+        *(x.stride(0), *scale_x.stride(), experts, scale_x.shape[1], routes, h),
+    )
+    function = kernel_function(*GATHER, "sm_90a", device, 0)
+    count = torch.cuda.get_device_properties(device).multi_processor_count
+    grid = (min(4 * count, -(-routes // 8)), 1, 1)
+    return Launch(device, function, grid, 256, 0, 1, (given,), _OVERLAPS)
+
+
 def gate_up_launch(
     tile: Tile,
     x: torch.Tensor,
@@ -217,14 +267,26 @@ def gate_up_launch(
     steps = (_step(w, 0), step * row, up * row)
     box = tile.rows // 16
     weights = tensor_map.encode_pairs(w.data_ptr(), (experts, i, h), steps, box)
+    read: tuple[Any, ...] = (x.data_ptr(), scale_x.data_ptr(), base + at["source"])
+    steps_x = (x.stride(0), *scale_x.stride())
+    parameters: tuple[Any, ...] = (weights,)
+    if tile.gathered:
+        rows, scales = _gathered_at(scratch, base, routes, h)
+        read, steps_x = (rows, scales, 0), (h, 1, routes)
+        parameters += (tensor_map.encode(rows, routes, h, h, _box(tile), 128),)
     problem = _Problem(
-        *(x.data_ptr(), scale_x.data_ptr(), base + at["source"], base + at["offsets"]),
+        *(*read, base + at["offsets"]),
         *(scale_w.data_ptr(), base + at["codes"], base + at["scale"]),
-        *(x.stride(0), *scale_x.stride(), *scale_w.stride()),
+        *(*steps_x, *scale_w.stride()),
         *(experts, i, h, scratch.pitch, int(interleaved), int(_together(scale_w, i)), 1),
         tile.raster,
     )
-    return _product(tile, True, group_size, x.get_device(), (weights, problem), routes)
+    return _product(tile, True, group_size, x.get_device(), (*parameters, problem), routes)
+
+
+def _box(tile: Tile) -> int:
+    """Rows that TMA brings together: T::BOX of sm90_layout.cuh."""
+    return 32 if tile.routes > 32 else 8
 
 
 def down_launch(
@@ -239,16 +301,18 @@ def down_launch(
     (experts, i, h), at = w.shape, scratch.at
     steps = (_step(w, 0), _step(w, 2))
     weights = tensor_map.encode_experts(w.data_ptr(), (experts, h, i), steps, tile.rows)
-    box = 32 if tile.routes > 32 else 8  # T::BOX of sm90.cu
-    codes = tensor_map.encode(base + at["codes"], routes, i, scratch.pitch, box, 128)
+    codes = tensor_map.encode(base + at["codes"], routes, i, scratch.pitch, _box(tile), 128)
+    # eights of rows of 64 features, where rows of results are whole pieces of 16 bytes
+    sent = h % 8 == 0
+    results = tensor_map.encode(base + at["y"], routes, 2 * h, 2 * h, 8, 128) if sent else codes
     problem = _Problem(
         *(base + at["codes"], base + at["scale"], 0, base + at["offsets"]),
         *(scale_w.data_ptr(), base + at["y"], 0),
         *(scratch.pitch, scratch.groups, 1, *scale_w.stride()),
-        *(experts, h, i, h, 0, int(_together(scale_w, h)), int(h % 4 == 0)),
+        *(experts, h, i, h, 0, int(_together(scale_w, h)), 2 if sent else int(h % 4 == 0)),
         tile.raster,
     )
-    parameters = (weights, codes, problem)
+    parameters = (weights, codes, results, problem)
     return _product(tile, False, group_size, w.get_device(), parameters, routes)
 
 
@@ -257,14 +321,20 @@ def sum_launch(
 ) -> Launch:
     device, (tokens, topk), h = out.get_device(), topk_weights.shape, out.shape[1]
     vector = 8 if h % 8 == 0 and out.data_ptr() % 16 == 0 else 1
-    threads = 256 if tokens * -(-h // (256 * vector)) >= 264 else 64
-    while h > threads * vector * 65535:  # a grid's second dimension ends there
-        threads *= 2
-    function = kernel_function(*sum_name(out.dtype, vector), "sm_90a", device, 0)
     given = _Sum(
         *(base + scratch.at["y"], base + scratch.at["row_of"], topk_weights.data_ptr()),
         *(out.data_ptr(), *topk_weights.stride(), topk, h),
     )
+    blocks = -(-h // 1024)  # of columns, of 128 threads
+    if vector == 8 and tokens >= _MANY_TOKENS and topk <= 32 and blocks <= 65535:
+        function = kernel_function(*sum_many_name(out.dtype), "sm_90a", device, 0)
+        many = (-(-tokens // 8), blocks, 1)
+        count = ctypes.c_int(tokens)
+        return Launch(device, function, many, 128, 0, 1, (given, count), _OVERLAPS)
+    threads = 256 if tokens * -(-h // (256 * vector)) >= 264 else 64
+    while h > threads * vector * 65535:  # a grid's second dimension ends there
+        threads *= 2
+    function = kernel_function(*sum_name(out.dtype, vector), "sm_90a", device, 0)
     grid = (tokens, -(-h // (threads * vector)), 1)
     return Launch(device, function, grid, threads, 0, 1, (given,), _OVERLAPS)
 

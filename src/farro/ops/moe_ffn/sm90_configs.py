@@ -17,6 +17,10 @@ _ALIGNMENT = 1024  # of shared memory, for the 128-byte swizzle
 _DEPTH = 128  # bytes of K in a stage, as in sm90.cu
 _LONGEST = 2**31 - 2**10  # a row's index plus a tile stays an int
 _MOST_STAGES = 12
+_OUT_ROWS, _OUT_SLOTS = (
+    32,
+    3,
+)  # of BF16 rows that leave shared memory together, as in sm90_layout.cuh
 WIDTHS = (8, 16, 32, 64, 128)  # routes of a tile
 
 
@@ -30,6 +34,7 @@ class Tile:
     stages: int
     ctas: int = 1  # a multiprocessor
     raster: int = 8  # tiles of routes that are visited together
+    gathered: bool = False  # gate/up: a launch of its own brings the rows of routes together
 
     @property
     def rows(self) -> int:
@@ -70,13 +75,16 @@ def shared_bytes(tile: Tile, gated: bool, group: int, experts: int) -> int:
     """What the kernel's Traits add up to, with room to align."""
     t, groups = tile, max(_DEPTH // group, 1)
     stage = (t.rows + t.routes) * _DEPTH + 16
+    staged = 0  # results on their way out
+    if t.waves == 2 and exchanges(t) and (t.routes == 128 or t.gathered):
+        staged = t.warpgroups * (t.routes * 64 if gated else _OUT_SLOTS * _OUT_ROWS * 128)
     slots = max(3, t.stages // max(group // _DEPTH, 1))
     scales = slots * ((t.rows + t.routes) * 4 * groups + 16)
     maxima = 0
     if gated:
         own, parts = max(1, 32 * t.waves // group), max(1, t.rows // 2 // group)
         maxima = 4 * t.warpgroups * own * t.routes * 8 + 3 * parts * t.routes * 4
-    return t.stages * stage + scales + maxima + 16 + 8 * (experts + 1) + _ALIGNMENT
+    return t.stages * stage + staged + scales + maxima + 16 + 8 * (experts + 1) + _ALIGNMENT
 
 
 def registers(tile: Tile, gated: bool) -> int:
@@ -84,7 +92,7 @@ def registers(tile: Tile, gated: bool) -> int:
     launched = min(65536 // (tile.threads * tile.ctas) // 8 * 8, 240)
     if not exchanges(tile):
         return launched
-    given = 56 if gated else 40
+    given = 56 if gated and not tile.gathered else 40
     return min((launched * (tile.warpgroups + 1) - given) // tile.warpgroups // 8 * 8, 240)
 
 
@@ -110,6 +118,8 @@ def refuses_tile(tile: Tile, gated: bool, group: int, experts: int) -> str | Non
         return "no such tile"
     if t.stages <= max(group // _DEPTH, 1) or t.ctas > 4 or t.raster > 64:
         return "no such ring or number of CTAs"
+    if type(t.gathered) is not bool or (t.gathered and not gated):
+        return "only rows of gate/up are gathered"
     if group == 32 and t.waves * t.routes > 128:
         return "a group of 32 leaves too few registers"
     if registers(t, gated) < _needed(t, group):
@@ -125,6 +135,8 @@ def refuses(config: Config, problem: Problem) -> str | None:
     if config.policy != Config.policy:
         return f"no policy is called {config.policy!r}"
     s = sizes(problem)
+    if config.gate_up.gathered and s.h % 16:
+        return f"rows of {s.h} bytes; those that are gathered are multiples of 16"
     return refuses_tile(config.gate_up, True, s.group, s.experts) or refuses_tile(
         config.down, False, s.group, s.experts
     )
@@ -241,13 +253,15 @@ def config(problem: Problem) -> Config:
 
 
 def tiles(gated: bool, group: int, experts: int) -> Iterator[Tile]:
-    """Each tile that there is, with the deepest ring."""
+    """Each tile that there is, with the deepest ring; rows are gathered for wide ones."""
     for routes in WIDTHS:
         for warpgroups, waves in ((1, 1), (2, 1), (4, 1), (1, 2), (2, 2)):
             for ctas in (1, 2, 4):
-                tile = deepest(Tile(routes, warpgroups, waves, 2, ctas), gated, group, experts)
-                if tile is not None:
-                    yield tile
+                for gathered in (False, True) if gated and routes >= 64 and ctas == 1 else (False,):
+                    tile = Tile(routes, warpgroups, waves, 2, ctas, gathered=gathered)
+                    found = deepest(tile, gated, group, experts)
+                    if found is not None:
+                        yield found
 
 
 @functools.lru_cache(maxsize=64)
@@ -262,6 +276,8 @@ def configs(problem: Problem) -> list[Config]:
     def plausible(gated: bool) -> Iterator[Tile]:
         for tile in tiles(gated, s.group, s.experts):
             few = tile.waves == 1 or tile.routes >= 64
+            if tile.gathered and s.h % 16:
+                continue
             if few and min(s.rows, 64) // 8 <= tile.routes <= max(4 * s.rows, 16):
                 yield tile
 

@@ -51,7 +51,13 @@ __device__ __forceinline__ void share_maxima(u8* shared, u32 base, Consumer<T>& 
   }
 }
 
-// h = silu(gate) * up, its scales by groups and its codes.
+// Where 16 codes of a row of 64 lie in shared memory, so that rows meet in no bank.
+__device__ __forceinline__ int code_at(int row, int piece) {
+  return row * 64 + (piece ^ (row / 2 % 4)) * 16;
+}
+
+// h = silu(gate) * up, its scales by groups and its codes. Staged codes of the tile before were read before
+// the barrier of these maxima.
 template <class T, int WIDTH>
 __device__ __forceinline__ void activate(const Problem& p, const Tile& tile, u8* shared, u32 base,
                                          Consumer<T>& c, float (&total)[T::WAVES][WIDTH / 2]) {
@@ -87,6 +93,7 @@ __device__ __forceinline__ void activate(const Problem& p, const Tile& tile, u8*
 
   // A lane's codes are of one feature; turned around, of neighbouring ones
   u8* out = static_cast<u8*>(p.out) + static_cast<i64>(tile.first_row + c.lane / 4) * p.out_pitch;
+  u8* staged = shared + T::results + c.which * T::out_bytes;
   const int quad = c.lane % 4, odd = quad & 1;
 #pragma unroll
   for (int w = 0; w < T::WAVES; ++w) {
@@ -97,7 +104,7 @@ __device__ __forceinline__ void activate(const Problem& p, const Tile& tile, u8*
                        code_of(total[w][4 * j + 1], make_float2(two.z, two.w)) << 16;
       return __byte_perm(transposed(pair), 0, 0x4420);
     };
-    const int feature = of_cta + of_warpgroup + w * 32 + c.warp * 8;
+    const int local = w * 32 + c.warp * 8, feature = of_cta + of_warpgroup + local;
     if constexpr (WIDTH == 8) {
       const u32 two = pair_of(0);
       if (c.lane / 4 < tile.rows && feature < p.features)
@@ -109,11 +116,25 @@ __device__ __forceinline__ void activate(const Problem& p, const Tile& tile, u8*
         const u32 get = __shfl_xor_sync(~0u, odd ? here : there, 1);
         const u32 four = odd ? get | there << 16 : here | get << 16;
         const int column = 8 * (j + odd);
-        if (column + c.lane / 4 < tile.rows && feature < p.features)
+        if constexpr (T::STAGED)
+          *reinterpret_cast<u32*>(staged + code_at(column + c.lane / 4, local / 16) + local % 16 +
+                                  2 * (quad - odd)) = four;
+        else if (column + c.lane / 4 < tile.rows && feature < p.features)
           *reinterpret_cast<u32*>(out + static_cast<i64>(column) * p.out_pitch + feature + 2 * (quad - odd)) =
               four;
       }
     }
+  }
+  if constexpr (T::STAGED) {  // 64 bytes of a row together; pitches have room for 16 past the last feature
+    named_barrier(1 + c.which, 128);
+    const int thread = c.warp * 32 + c.lane, piece = thread % 4;
+    const int feature = of_cta + of_warpgroup + 16 * piece;
+    u8* to = static_cast<u8*>(p.out) + static_cast<i64>(tile.first_row) * p.out_pitch + feature;
+#pragma unroll
+    for (int row = thread / 4; row < WIDTH; row += 32)
+      if (row < tile.rows && feature < p.features)
+        *reinterpret_cast<uint4*>(to + static_cast<i64>(row) * p.out_pitch) =
+            *reinterpret_cast<const uint4*>(staged + code_at(row, piece));
   }
 }
 
@@ -145,6 +166,54 @@ __device__ __forceinline__ void store(const Problem& p, const Tile& tile, const 
         if (feature + 2 < p.features) at[2].bits = static_cast<u16>(four.y);
         if (feature + 3 < p.features) at[3].bits = static_cast<u16>(four.y >> 16);
       }
+    }
+  }
+}
+
+// The same through shared memory, where p.out_vector allows: kOutRows rows of 64 features together, by TMA
+// while the next ones multiply. An eight of rows that is not whole is stored by lanes: the next rows may be
+// another expert's.
+template <class T, int WIDTH>
+__device__ __forceinline__ void send(const TensorMap* map, const Problem& p, const Tile& tile,
+                                     const u8* shared, u32 base, Consumer<T>& c,
+                                     const float (&total)[T::WAVES][WIDTH / 2]) {
+  constexpr int kRows = WIDTH < kOutRows ? WIDTH : kOutRows;
+  // stmatrix: lane l tells where row l % 8 of matrix l / 8 goes; matrices are two eights of features of
+  // one eight of rows, then of the next
+  const int row = c.lane / 16 * 8 + c.lane % 8, piece = 2 * c.warp + c.lane / 8 % 2;
+  const u32 place = row * 128 + (piece ^ (c.lane % 8)) * 16;
+#pragma unroll
+  for (int w = 0; w < T::WAVES; ++w) {
+    const int feature = first_feature<T>(tile) + (c.which * T::WAVES + w) * 64;
+#pragma unroll
+    for (int first = 0; first < WIDTH; first += kRows) {
+      if (first >= tile.rows) break;
+      const int slot = T::results + c.which * T::out_bytes + c.slot * (kOutRows * 128);
+#pragma unroll
+      for (int j = 0; j < kRows / 8; j += 2) {
+        const float* sum = total[w] + (first / 8 + j) * 4;
+        store_transposed(base + slot + place + j * 1024, pack2(sum[0], sum[1], BFloat16{}),
+                         pack2(sum[2], sum[3], BFloat16{}), pack2(sum[4], sum[5], BFloat16{}),
+                         pack2(sum[6], sum[7], BFloat16{}));
+      }
+      fence_async_proxy();
+      // All slots but this one and that before it are free after the barrier
+      if (c.warp == 0) tma_store_wait<1>();
+      named_barrier(1 + c.which, 128);
+      const int rows = tile.rows - first;
+      if (c.warp == 0) {
+        if (c.lane < kRows / 8)
+          tma_store(map, 2 * feature, tile.first_row + first + 8 * c.lane, base + slot + c.lane * 1024,
+                    8 * c.lane + 8 <= rows);
+      } else if (rows < kRows) {
+        const int thread = c.warp * 32 + c.lane - 32, left = rows / 8 * 8 + thread / 8, of_row = thread % 8;
+        if (left < rows && feature + 8 * of_row < p.features)
+          *reinterpret_cast<uint4*>(static_cast<BFloat16*>(p.out) +
+                                    static_cast<i64>(tile.first_row + first + left) * p.out_pitch + feature +
+                                    8 * of_row) =
+              *reinterpret_cast<const uint4*>(shared + slot + left * 128 + (of_row ^ (left % 8)) * 16);
+      }
+      c.slot = c.slot == kOutSlots - 1 ? 0 : c.slot + 1;
     }
   }
 }

@@ -7,11 +7,12 @@
 namespace farro {
 
 constexpr int kDepth = 128;  // bytes of K in one stage
+constexpr int kOutRows = 32, kOutSlots = 3;  // BF16 rows that leave shared memory together, and their ring
 
 struct Problem {
-  const u8* x;            // GATED: rows of tokens
+  const u8* x;            // GATHERS: rows of tokens
   const float* x_scale;   // of tokens, or of routes
-  const int* source;      // GATED: the token of a route
+  const int* source;      // GATHERS: the token of a route
   const int* offsets;     // of experts, among routes
   const float* w_scale;
   void* out;              // GATED: codes, else BF16; a row for each route
@@ -21,13 +22,15 @@ struct Problem {
   int out_pitch;
   int interleaved;     // GATED: scales of gate and up lie beside each other
   int w_scale_vector;  // scales may be read four together
-  int out_vector;      // not GATED: 8-byte stores are aligned
+  int out_vector;      // not GATED: 1 where 8-byte stores are aligned, 2 where TMA may store
   int raster;          // row tiles that are visited together
 };
 
-template <bool GATED_, int GROUP_, int TOKENS_, int WARPGROUPS_, int WAVES_, int STAGES_, int CTAS_>
+// GATHERS: rows are those of tokens, else of routes, by TMA.
+template <bool GATED_, bool GATHERS_, int GROUP_, int TOKENS_, int WARPGROUPS_, int WAVES_, int STAGES_,
+          int CTAS_>
 struct Traits {
-  static constexpr bool GATED = GATED_;
+  static constexpr bool GATED = GATED_, GATHERS = GATHERS_;
   static constexpr int GROUP = GROUP_, TOKENS = TOKENS_, WARPGROUPS = WARPGROUPS_, WAVES = WAVES_;
   static constexpr int STAGES = STAGES_;
   static constexpr int threads = 128 + 128 * WARPGROUPS;
@@ -47,7 +50,12 @@ struct Traits {
   // Units whose scales there is room for: a stage is free before its sums are promoted, scales are after
   static constexpr int SLOTS = STAGES / unit_blocks > 3 ? STAGES / unit_blocks : 3;
   static constexpr int weights = 0, tokens = STAGES * weight_bytes;
-  static constexpr int scales = tokens + STAGES * token_bytes;
+  // Results on their way out, of each warpgroup: codes [TOKENS][64], or a ring of BF16 [kOutRows][64]
+  static constexpr bool exchange = TOKENS * WAVES >= 128;
+  static constexpr bool STAGED = WAVES == 2 && exchange && (TOKENS == 128 || (GATED && !GATHERS));
+  static constexpr int out_bytes = !STAGED ? 0 : GATED ? TOKENS * 64 : kOutSlots * kOutRows * 128;
+  static constexpr int results = tokens + STAGES * token_bytes;
+  static constexpr int scales = results + WARPGROUPS * out_bytes;
   static constexpr int rates = scales + SLOTS * scale_floats * 4;  // float2 [warps][own_parts][TOKENS]
   static constexpr int maxima = rates + (GATED ? 4 * WARPGROUPS * own_parts * TOKENS * 8 : 0);
   static constexpr int full = maxima + (GATED ? 3 * parts * TOKENS * 4 : 0);
@@ -56,10 +64,9 @@ struct Traits {
   static constexpr int ready = scale_empty + 8 * SLOTS;
   static constexpr int table = ready + 16;  // int [2 * (experts + 1)]
   // Registers of a thread: at launch, and where tiles are wide, after an exchange
-  static constexpr bool exchange = TOKENS * WAVES >= 128;
   static constexpr int most(int registers) { return registers < 240 ? registers / 8 * 8 : 240; }
   static constexpr int launched = most(65536 / (threads * CTAS_));
-  static constexpr int given = GATED ? 56 : 40;  // a place for each row that is gathered
+  static constexpr int given = GATHERS ? 56 : 40;  // a place for each row that is gathered
   static constexpr int taken = most((launched * (WARPGROUPS + 1) - given) / WARPGROUPS);
   static_assert(STAGES > unit_blocks && WARPGROUPS * WAVES <= 4);
 };

@@ -13,6 +13,7 @@ struct Consumer {
   int which, warp, lane;
   int turn = 0;    // of three tables of maxima
   u32 parity = 0;  // of the barrier that tells that one is complete
+  int slot = 0;    // of results that leave
 };
 
 // WIDTH rows' totals: of wave w, rows l / 4 (and 8 more) of the warp's 16 weight rows, and of each eight
@@ -49,7 +50,7 @@ __device__ __forceinline__ void multiply_tile(const Problem& p, const u8* shared
   if (units > 0) wait_for_unit(c.ring);
 #pragma unroll 1
   for (int unit = 0; unit < units; ++unit) {
-    if constexpr (T::GATED) fence_async_proxy();  // cp.async wrote for wgmma to read
+    if constexpr (T::GATHERS) fence_async_proxy();  // cp.async wrote for wgmma to read
     const float* scales = reinterpret_cast<const float*>(shared + T::scales) +
                           c.scale_ring.stage * T::scale_floats;
 #pragma unroll

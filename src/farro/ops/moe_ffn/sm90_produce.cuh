@@ -28,7 +28,7 @@ __device__ __forceinline__ void bring_weights(const TensorMap* map, const Proble
   }
 }
 
-// Rows of the first product's results, BOX together; those after the tile's are never looked at.
+// Rows of routes, BOX together; those after the tile's are never looked at.
 template <class T>
 __device__ __forceinline__ void bring_rows(const TensorMap* map, const Problem& p, Tiles& tiles,
                                            u32 base, int lane) {
@@ -127,7 +127,7 @@ __device__ __forceinline__ void bring_scales(const Problem& p, Tiles& tiles, u32
 #pragma unroll
     for (int i = 0; i < kTurns; ++i) {
       row[i] = tile.first_row + min(lane + 32 * i, tile.rows - 1);
-      if constexpr (T::GATED) row[i] = __ldcg(p.source + row[i]);
+      if constexpr (T::GATHERS) row[i] = __ldcg(p.source + row[i]);
     }
     for (int unit = 0; unit < units; ++unit) {
       mbarrier_wait(base + T::scale_empty + 8 * ring.stage, ring.parity);

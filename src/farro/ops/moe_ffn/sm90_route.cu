@@ -1,4 +1,5 @@
-// moe_ffn's ends: routes sorted by expert before the products, and the weighted sum of rows after them.
+// moe_ffn's ends: routes sorted by expert before the products, and the weighted sum of rows after them;
+// where experts have many rows, moe_gather brings these together, so that the first product reads whole boxes.
 //
 // moe_plan is one cluster: each CTA counts its share of the routes by expert, all add up what the
 // others counted, and each then gives its routes rows. Which of an expert's rows a route gets may
@@ -9,6 +10,8 @@ using namespace farro;
 
 constexpr int kThreads = 1024;
 constexpr int kAbreast = 8;  // routes of a token whose rows are read at a time
+constexpr int kLoads = 8;    // ids, or pieces of a row, that a thread reads at a time
+constexpr int kSumThreads = 128, kSumTokens = 8, kSumRoutes = 256;  // of a CTA that sums many tokens
 
 struct Routes {
   const void* ids;
@@ -26,6 +29,17 @@ struct Sum {
   void* out;  // [tokens][h]
   i64 weights_token, weights_slot;
   int topk, h;
+};
+
+struct Gather {
+  const u8* x;
+  const float* x_scale;
+  const int* offsets;
+  const int* source;
+  u8* rows;        // [routes][pitch]
+  float* scales;   // [groups][routes]
+  i64 x_pitch, x_scale_row, x_scale_group;
+  int experts, groups, routes, pitch;  // pitch: a row's bytes, a multiple of 16
 };
 
 // The expert of a route, or -1.
@@ -69,12 +83,27 @@ __global__ void __launch_bounds__(kThreads) moe_plan(const __grid_constant__ Rou
   const int rank = CLUSTER > 1 ? cluster_rank() : 0, own = rank * kThreads + threadIdx.x;
   if (threadIdx.x == 0) let_next_kernel_begin();
 
+  // What to do with each of this thread's routes and its expert, whose ids are read some at a time
+  auto for_own_routes = [&](const auto& act) {
+    for (int first = own; first < p.routes; first += kLoads * CLUSTER * kThreads) {
+      int expert[kLoads];
+#pragma unroll
+      for (int i = 0; i < kLoads; ++i) {
+        const int route = first + i * CLUSTER * kThreads;
+        expert[i] = route < p.routes ? expert_of<Id>(p, route) : -1;
+      }
+#pragma unroll
+      for (int i = 0; i < kLoads; ++i) {
+        const int route = first + i * CLUSTER * kThreads;
+        if (route < p.routes) act(route, expert[i]);
+      }
+    }
+  };
   for (int e = threadIdx.x; e < p.experts; e += kThreads) counts[e] = 0;
   __syncthreads();
-  for (int route = own; route < p.routes; route += CLUSTER * kThreads) {
-    const int e = expert_of<Id>(p, route);
+  for_own_routes([&](int, int e) {
     if (e >= 0) atomicAdd(&counts[e], 1);
-  }
+  });
   if constexpr (CLUSTER > 1) cluster_sync();
   else __syncthreads();
 
@@ -105,14 +134,57 @@ __global__ void __launch_bounds__(kThreads) moe_plan(const __grid_constant__ Rou
   if constexpr (CLUSTER > 1) cluster_sync();  // the others have read these counts
   else __syncthreads();
 
-  for (int route = own; route < p.routes; route += CLUSTER * kThreads) {
-    const int e = expert_of<Id>(p, route);
+  for_own_routes([&](int route, int e) {
     int row = -1;
     if (e >= 0) {
       row = atomicAdd(&next[e], 1);
       p.source[row] = route / p.topk;
     }
     p.row_of[route] = row;
+  });
+}
+
+// Rows of tokens and their scales, in the order of routes: a warp for each row, then a thread for each scale.
+template <int THREADS>
+__global__ void __launch_bounds__(THREADS) moe_gather(const __grid_constant__ Gather p) {
+  wait_for_kernel_before();
+  // The kernel after this one reads the plan without waiting: it is there
+  if (threadIdx.x == 0) let_next_kernel_begin();
+  const int rows = __ldcg(p.offsets + p.experts), lane = threadIdx.x % 32;
+  const int thread = blockIdx.x * THREADS + threadIdx.x, threads = gridDim.x * THREADS, pieces = p.pitch / 16;
+  for (int row = thread / 32; row < rows; row += threads / 32) {
+    const uint4* from = reinterpret_cast<const uint4*>(p.x + __ldcg(p.source + row) * p.x_pitch);
+    uint4* to = reinterpret_cast<uint4*>(p.rows + static_cast<i64>(row) * p.pitch);
+    for (int first = lane; first < pieces; first += 32 * kLoads) {
+      uint4 held[kLoads];
+#pragma unroll
+      for (int i = 0; i < kLoads; ++i)
+        if (first + 32 * i < pieces) held[i] = __ldg(from + first + 32 * i);
+#pragma unroll
+      for (int i = 0; i < kLoads; ++i)
+        if (first + 32 * i < pieces) to[first + 32 * i] = held[i];
+    }
+  }
+  for (int row = thread; row < rows; row += threads) {
+    const float* from = p.x_scale + __ldcg(p.source + row) * p.x_scale_row;
+#pragma unroll 8
+    for (int g = 0; g < p.groups; ++g)
+      p.scales[static_cast<i64>(g) * p.routes + row] = __ldg(from + g * p.x_scale_group);
+  }
+}
+
+template <int VECTOR, class Out>
+__device__ __forceinline__ void store_columns(Out* to, const float (&total)[VECTOR]) {
+  if constexpr (VECTOR == 1) {
+    *to = convert(total[0], Out{});
+  } else if constexpr (sizeof(Out) == 4) {
+#pragma unroll
+    for (int i = 0; i < 8; i += 4)
+      *reinterpret_cast<float4*>(to + i) = make_float4(total[i], total[i + 1], total[i + 2], total[i + 3]);
+  } else {
+    *reinterpret_cast<uint4*>(to) =
+        make_uint4(pack2(total[0], total[1], Out{}), pack2(total[2], total[3], Out{}),
+                   pack2(total[4], total[5], Out{}), pack2(total[6], total[7], Out{}));
   }
 }
 
@@ -158,16 +230,58 @@ __global__ void __launch_bounds__(256) moe_sum(const __grid_constant__ Sum p) {
       }
     }
   }
-  Out* to = static_cast<Out*>(p.out) + token * p.h + column;
-  if constexpr (VECTOR == 1) {
-    *to = convert(total[0], Out{});
-  } else if constexpr (sizeof(Out) == 4) {
+  store_columns<VECTOR>(static_cast<Out*>(p.out) + token * p.h + column, total);
+}
+
+// The same of kSumTokens tokens, eight columns a thread, at most kSumRoutes / kSumTokens routes of a token:
+// which rows there are is looked up once for all columns, and only these are visited.
+template <class Out>
+__global__ void __launch_bounds__(kSumThreads, 8) moe_sum_many(const __grid_constant__ Sum p, int tokens) {
+  __shared__ int row_of[kSumRoutes];
+  __shared__ float weight_of[kSumRoutes];
+  __shared__ int count_of[kSumTokens];
+  const i64 first = static_cast<i64>(blockIdx.x) * kSumTokens;
+  const int here = static_cast<int>(min(static_cast<i64>(kSumTokens), tokens - first));
+  const int column = (blockIdx.y * kSumThreads + threadIdx.x) * 8, lane = threadIdx.x % 32;
+  wait_for_kernel_before();
+  // A warp for a token: routes that were kept move to the front, in order
+  for (int i = threadIdx.x / 32; i < here; i += kSumThreads / 32) {
+    const i64 token = first + i;
+    const int row = lane < p.topk ? p.row_of[token * p.topk + lane] : -1;
+    const u32 kept = __ballot_sync(~0u, row >= 0);
+    if (row >= 0) {
+      const int at = i * 32 + __popc(kept & ((1u << lane) - 1));
+      row_of[at] = row;
+      weight_of[at] = p.weights[token * p.weights_token + lane * p.weights_slot];
+    }
+    if (lane == 0) count_of[i] = __popc(kept);
+  }
+  __syncthreads();
+  if (column >= p.h) return;
+  for (int i = 0; i < here; ++i) {
+    const int count = count_of[i];
+    float total[8];
 #pragma unroll
-    for (int i = 0; i < 8; i += 4)
-      *reinterpret_cast<float4*>(to + i) = make_float4(total[i], total[i + 1], total[i + 2], total[i + 3]);
-  } else {
-    *reinterpret_cast<uint4*>(to) =
-        make_uint4(pack2(total[0], total[1], Out{}), pack2(total[2], total[3], Out{}),
-                   pack2(total[4], total[5], Out{}), pack2(total[6], total[7], Out{}));
+    for (int k = 0; k < 8; ++k) total[k] = 0.0f;
+    for (int j = 0; j < count; j += 4) {
+      uint4 pairs[4];
+#pragma unroll
+      for (int n = 0; n < 4; ++n)
+        if (j + n < count)
+          pairs[n] = __ldcs(reinterpret_cast<const uint4*>(
+              p.y + static_cast<i64>(row_of[i * 32 + j + n]) * p.h + column));
+#pragma unroll
+      for (int n = 0; n < 4; ++n) {
+        if (j + n >= count) continue;
+        const float weight = weight_of[i * 32 + j + n];
+        const u32 words[4] = {pairs[n].x, pairs[n].y, pairs[n].z, pairs[n].w};
+#pragma unroll
+        for (int k = 0; k < 8; ++k) {
+          const float value = __uint_as_float(k % 2 ? words[k / 2] & 0xffff0000u : words[k / 2] << 16);
+          total[k] = __fadd_rn(total[k], __fmul_rn(weight, value));
+        }
+      }
+    }
+    store_columns<8>(static_cast<Out*>(p.out) + (first + i) * p.h + column, total);
   }
 }

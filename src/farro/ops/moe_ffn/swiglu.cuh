@@ -74,4 +74,12 @@ __device__ __forceinline__ u32 transposed(u32 pair) {
   return turned;
 }
 
+// Four of these, turned around, to shared memory: lane l says where the 16 bytes of row l % 8 of matrix
+// l / 8 go.
+__device__ __forceinline__ void store_transposed(u32 smem, u32 a, u32 b, u32 c, u32 d) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(smem), "r"(a),
+               "r"(b), "r"(c), "r"(d)
+               : "memory");
+}
+
 }  // namespace farro
