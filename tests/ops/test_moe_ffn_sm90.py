@@ -235,6 +235,17 @@ def test_what_the_launches_are_given(interleaved, monkeypatch):
     out, many = torch.empty(1025, h), torch.ones(1025, topk)
     last = sm90.sum_launch(many, out, sm90.Scratch(4100, 3, h, i, 128), base)
     assert "moe_sum_many<float>" in last.function[1] and last.grid == (129, 1, 1)
+    tensors, narrow = tuple(given[n] for n in ARGUMENTS), Tile(8, 1, 1, 4)
+    for tile, name in ((narrow, None), (wide, "moe_gather<")):
+        out = torch.empty(tokens, h)
+        told = sm90.launches(
+            Config(tile, narrow), tensors, out, scratch, base, group_size, interleaved
+        )
+        names = [launch.function[1].split("<")[0] + "<" for launch in told]
+        product = "moe_gate_up_gathered<" if name else "moe_gate_up<"
+        expected = ["moe_plan<", *([name] if name else []), product, "moe_down<", "moe_sum<"]
+        assert names == expected
+
     many = torch.zeros(3000, 4, dtype=torch.int64)
     plan = sm90.plan_launch(many, experts, sm90.Scratch(12000, 3, h, i, 128), base)
     assert plan.grid == (8, 1, 1) and plan.cluster == 8 and "<long long, 8>" in plan.function[1]
@@ -369,8 +380,9 @@ def test_silu_of_every_gate_on_a_gpu(tmp_path):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("gathered", (False, True))
 @pytest.mark.parametrize("tokens", (1, 7, 64, 300, 1000, 4096))
-def test_each_launch_on_a_gpu(tokens, generator):
+def test_each_launch_on_a_gpu(tokens, gathered, generator):
     """Codes as near as silu's last bits allow; from these codes on, every bit is the formula's."""
     skip_without_it()
     from .test_moe_ffn_triton import layer_of, routed
@@ -379,16 +391,14 @@ def test_each_launch_on_a_gpu(tokens, generator):
     given = layer_of(generator, experts, h, i) | routed(generator, tokens, experts, topk, h)
     tensors = tuple(given[name] for name in ARGUMENTS)
     config = sm90_configs.config(problem_of(0, 0, 0, 0, 0, group_size, given=given))
+    if gathered:
+        tile = sm90_configs.deepest(Tile(128, 2, 2, 2, gathered=True), True, group_size, experts)
+        config = replace(config, gate_up=tile)
     out, routes = torch.empty(tokens, h, device="cuda"), tokens * topk
     scratch = sm90.Scratch(routes, experts, h, i, group_size)
     memory = torch.full((scratch.bytes,), 0x5A, dtype=torch.uint8, device="cuda")
-    base, place = memory.data_ptr(), (routes, scratch, memory.data_ptr(), group_size)
-    for launch in (
-        sm90.plan_launch(given["topk_ids"], experts, scratch, base),
-        sm90.gate_up_launch(config.gate_up, *tensors[:4], *place, False),
-        sm90.down_launch(config.down, *tensors[4:6], *place),
-        sm90.sum_launch(given["topk_weights"], out, scratch, base),
-    ):
+    where = out, scratch, memory.data_ptr()
+    for launch in sm90.launches(config, tensors, *where, group_size, False):
         launch.on_current_stream()
     after = memory.cpu()
 

@@ -348,9 +348,10 @@ def launches(
     group_size: int,
     interleaved: bool,
 ) -> tuple[Launch, ...]:
-    """Plan, both products and the sum (without intermediate features no products), in order.
+    """Plan, what brings rows together, both products and the sum, in order.
 
-    `given` are moe_ffn's tensors, `base` the address of the scratch memory.
+    Without intermediate features there are no products. `given` are moe_ffn's tensors, `base` the
+    address of the scratch memory.
     """
     x, scale_x, w_gate_up, scale_gate_up, w_down, scale_down, topk_ids, topk_weights = given
     (experts, i, _), routes = w_down.shape, topk_ids.numel()
@@ -361,7 +362,10 @@ def launches(
     first = (config.gate_up, x, scale_x, w_gate_up, scale_gate_up)
     gate_up = gate_up_launch(*first, routes, scratch, base, group_size, interleaved)
     down = down_launch(config.down, w_down, scale_down, routes, scratch, base, group_size)
-    return plan, gate_up, down, total
+    if not config.gate_up.gathered:
+        return plan, gate_up, down, total
+    gather = gather_launch(x, scale_x, experts, routes, scratch, base)
+    return plan, gather, gate_up, down, total
 
 
 class _All:
