@@ -285,6 +285,10 @@ __device__ __forceinline__ int load_remote_int(u32 remote) {
   return value;
 }
 
+__device__ __forceinline__ void store_remote_int(u32 remote, int value) {
+  asm volatile("st.shared::cluster.b32 [%0], %1;" ::"r"(remote), "r"(value) : "memory");
+}
+
 // Wait until `threads` threads of the CTA (whole warps) have come to barrier `id` (1 to 15).
 __device__ __forceinline__ void named_barrier(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");

@@ -9,6 +9,7 @@
 // and the quantizer follow in registers. Where a group has more features than a CTA, a cluster shares
 // their maxima. GATHERS: rows are read where tokens have them, 16 bytes at a time.
 #include "sm90_finish.cuh"
+#include "sm90_order.cuh"
 #include "sm90_produce.cuh"
 
 using namespace farro;
@@ -28,7 +29,7 @@ __device__ __forceinline__ void compute(const TensorMap* results, const Problem&
 }
 
 template <class T>
-__device__ __forceinline__ void consume(const TensorMap* results, const Problem& p, Tiles& tiles,
+__device__ __forceinline__ void consume(const TensorMap* results, const Problem& p, Order<T>& tiles,
                                         u8* shared, u32 base, Consumer<T>& c) {
   constexpr int W = T::TOKENS;
   Tile tile;
@@ -76,6 +77,10 @@ __device__ __forceinline__ void run(const TensorMap* weights, const TensorMap* r
       mbarrier_init(base + T::scale_empty + 8 * i, 4 * T::WARPGROUPS);
     }
     mbarrier_init(base + T::ready, 4 * T::WARPGROUPS * T::CLUSTER);
+    if constexpr (T::HANDED) {
+      mbarrier_init(base + T::handed_full, 1);
+      mbarrier_init(base + T::handed_empty, Order<T>::kReaders);
+    }
     fence_mbarrier_init();
   }
   if constexpr (T::GATED)
@@ -84,9 +89,7 @@ __device__ __forceinline__ void run(const TensorMap* weights, const TensorMap* r
   if constexpr (T::GATHERS) wait_for_kernel_before();  // routes
   // The kernel after this one may rely on routes, and on these alone without waiting
   if (threadIdx.x == 0) let_next_kernel_begin();
-  constexpr int kTogether = T::features * T::CLUSTER;
-  Tiles tiles(reinterpret_cast<int*>(shared + T::table), p.experts,
-              (p.features + kTogether - 1) / kTogether, T::TOKENS, p.raster);
+  Order<T> tiles(p, reinterpret_cast<int*>(shared + T::table), base);
   tiles.read(p.offsets);
   __syncthreads();
   tiles.add_up();
@@ -106,6 +109,9 @@ __device__ __forceinline__ void run(const TensorMap* weights, const TensorMap* r
         wait_for_kernel_before();
         bring_rows<T>(rows, p, tiles, base, lane);
       }
+      if constexpr (T::HANDED)
+        if (warp == 3 && lane == 0 && (T::CLUSTER == 1 || cluster_rank() == 0))
+          tiles.hand_out(p.taken, base);
     } else if (warp < 2 + T::GATHERERS) {
       gather_rows<T>(p, tiles, base, warp - 2, lane);
     }

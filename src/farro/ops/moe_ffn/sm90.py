@@ -65,7 +65,7 @@ class _Routes(ctypes.Structure):
     """`struct Routes` of sm90_route.cu."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("ids", "offsets", "row_of", "source")),
+        *((name, ctypes.c_void_p) for name in ("ids", "offsets", "row_of", "source", "taken")),
         *((name, ctypes.c_int64) for name in ("ids_token", "ids_slot")),
         *((name, ctypes.c_int) for name in ("routes", "topk", "experts")),
     )
@@ -100,7 +100,10 @@ class _Problem(ctypes.Structure):
     _fields_ = (
         *(
             (name, ctypes.c_void_p)
-            for name in ("x", "x_scale", "source", "offsets", "w_scale", "out", "out_scale")
+            for name in (
+                *("x", "x_scale", "source", "offsets", "taken"),
+                *("w_scale", "out", "out_scale"),
+            )
         ),
         *(
             (name, ctypes.c_int64)
@@ -127,6 +130,7 @@ class Scratch:
         self.groups = group_count(i, group_size)
         self.parts: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
             "offsets": (torch.int32, (experts + 1,)),
+            "taken": (torch.int32, (2,)),
             "row_of": (torch.int32, (routes,)),
             "source": (torch.int32, (routes,)),
             "codes": (torch.int8, (routes, self.pitch)),
@@ -199,7 +203,8 @@ def plan_launch(topk_ids: torch.Tensor, experts: int, scratch: Scratch, base: in
     size = 8 * experts
     function = kernel_function(*plan_name(topk_ids.dtype, cluster), "sm_90a", device, size)
     given = _Routes(
-        *(topk_ids.data_ptr(), *(base + scratch.at[n] for n in ("offsets", "row_of", "source"))),
+        topk_ids.data_ptr(),
+        *(base + scratch.at[n] for n in ("offsets", "row_of", "source", "taken")),
         *(*topk_ids.stride(), routes, topk_ids.shape[1], experts),
     )
     return Launch(device, function, (cluster, 1, 1), _PLAN_THREADS, size, cluster, (given,))
@@ -275,7 +280,7 @@ def gate_up_launch(
         read, steps_x = (rows, scales, 0), (h, 1, routes)
         parameters += (tensor_map.encode(rows, routes, h, h, _box(tile), 128),)
     problem = _Problem(
-        *(*read, base + at["offsets"]),
+        *(*read, base + at["offsets"], base + at["taken"]),
         *(scale_w.data_ptr(), base + at["codes"], base + at["scale"]),
         *(*steps_x, *scale_w.stride()),
         *(experts, i, h, scratch.pitch, int(interleaved), int(_together(scale_w, i)), 1),
@@ -306,7 +311,7 @@ def down_launch(
     sent = h % 8 == 0
     results = tensor_map.encode(base + at["y"], routes, 2 * h, 2 * h, 8, 128) if sent else codes
     problem = _Problem(
-        *(base + at["codes"], base + at["scale"], 0, base + at["offsets"]),
+        *(base + at["codes"], base + at["scale"], 0, base + at["offsets"], base + at["taken"] + 4),
         *(scale_w.data_ptr(), base + at["y"], 0),
         *(scratch.pitch, scratch.groups, 1, *scale_w.stride()),
         *(experts, h, i, h, 0, int(_together(scale_w, h)), 2 if sent else int(h % 4 == 0)),

@@ -84,7 +84,8 @@ def shared_bytes(tile: Tile, gated: bool, group: int, experts: int) -> int:
     if gated:
         own, parts = max(1, 32 * t.waves // group), max(1, t.rows // 2 // group)
         maxima = 4 * t.warpgroups * own * t.routes * 8 + 3 * parts * t.routes * 4
-    return t.stages * stage + staged + scales + maxima + 16 + 8 * (experts + 1) + _ALIGNMENT
+    barriers = 32 if t.routes == 128 and (t.gathered or not gated) else 16
+    return t.stages * stage + staged + scales + maxima + barriers + 8 * (experts + 1) + _ALIGNMENT
 
 
 def registers(tile: Tile, gated: bool) -> int:

@@ -14,6 +14,7 @@ struct Problem {
   const float* x_scale;   // of tokens, or of routes
   const int* source;      // GATHERS: the token of a route
   const int* offsets;     // of experts, among routes
+  int* taken;             // HANDED: tiles that crews have taken after their first
   const float* w_scale;
   void* out;              // GATED: codes, else BF16; a row for each route
   float* out_scale;       // GATED: [routes][ceil(features / G)]
@@ -52,6 +53,8 @@ struct Traits {
   static constexpr int weights = 0, tokens = STAGES * weight_bytes;
   // Results on their way out, of each warpgroup: codes [TOKENS][64], or a ring of BF16 [kOutRows][64]
   static constexpr bool exchange = TOKENS * WAVES >= 128;
+  // Crews take tiles as they come free
+  static constexpr bool HANDED = TOKENS == 128 && !GATHERS;
   static constexpr bool STAGED = WAVES == 2 && exchange && (TOKENS == 128 || (GATED && !GATHERS));
   static constexpr int out_bytes = !STAGED ? 0 : GATED ? TOKENS * 64 : kOutSlots * kOutRows * 128;
   static constexpr int results = tokens + STAGES * token_bytes;
@@ -62,7 +65,8 @@ struct Traits {
   static constexpr int empty = full + 8 * STAGES;
   static constexpr int scale_full = empty + 8 * STAGES, scale_empty = scale_full + 8 * SLOTS;
   static constexpr int ready = scale_empty + 8 * SLOTS;
-  static constexpr int table = ready + 16;  // int [2 * (experts + 1)]
+  static constexpr int handed_full = ready + 8, handed_empty = ready + 16, handed = ready + 24;
+  static constexpr int table = ready + (HANDED ? 32 : 16);  // int [2 * (experts + 1)]
   // Registers of a thread: at launch, and where tiles are wide, after an exchange
   static constexpr int most(int registers) { return registers < 240 ? registers / 8 * 8 : 240; }
   static constexpr int launched = most(65536 / (threads * CTAS_));

@@ -1,12 +1,12 @@
 // The warps of moe_ffn's products that copy: each fills a ring.
 #pragma once
 
-#include "sm90_layout.cuh"
+#include "sm90_order.cuh"
 
 namespace farro {
 
 template <class T>
-__device__ __forceinline__ void bring_weights(const TensorMap* map, const Problem& p, Tiles& tiles,
+__device__ __forceinline__ void bring_weights(const TensorMap* map, const Problem& p, Order<T>& tiles,
                                               u32 base, int lane) {
   Ring<T::STAGES> ring(1);
   const int blocks = stages_of<T>(p);
@@ -30,7 +30,7 @@ __device__ __forceinline__ void bring_weights(const TensorMap* map, const Proble
 
 // Rows of routes, BOX together; those after the tile's are never looked at.
 template <class T>
-__device__ __forceinline__ void bring_rows(const TensorMap* map, const Problem& p, Tiles& tiles,
+__device__ __forceinline__ void bring_rows(const TensorMap* map, const Problem& p, Order<T>& tiles,
                                            u32 base, int lane) {
   Ring<T::STAGES> ring(1);
   const int blocks = stages_of<T>(p);
@@ -53,7 +53,7 @@ __device__ __forceinline__ void bring_rows(const TensorMap* map, const Problem& 
 // Rows of tokens, which lie anywhere: one of GATHERERS warps. Eight lanes copy 128 bytes of a row,
 // where the swizzle that wgmma undoes wants them.
 template <class T>
-__device__ __forceinline__ void gather_rows(const Problem& p, Tiles& tiles, u32 base, int which,
+__device__ __forceinline__ void gather_rows(const Problem& p, Order<T>& tiles, u32 base, int which,
                                             int lane) {
   constexpr int kStep = 4 * T::GATHERERS, kTurns = T::TOKENS / kStep;
   Ring<T::STAGES> ring(1);
@@ -116,7 +116,7 @@ __device__ __forceinline__ void load_weight_scales(const Problem& p, const Tile&
 }
 
 template <class T>
-__device__ __forceinline__ void bring_scales(const Problem& p, Tiles& tiles, u32 base, int lane) {
+__device__ __forceinline__ void bring_scales(const Problem& p, Order<T>& tiles, u32 base, int lane) {
   constexpr int kTurns = (T::TOKENS + 31) / 32;
   Ring<T::SLOTS> ring(1);
   const int groups = (p.k + T::GROUP - 1) / T::GROUP, units = (p.k + T::unit - 1) / T::unit;

@@ -18,6 +18,7 @@ struct Routes {
   int* offsets;  // [experts + 1]: an expert's first row, and the next one's
   int* row_of;   // [routes]: -1 for a dropped one
   int* source;   // [routes]: the token of a row
+  int* taken;    // [2]: of both products, see sm90_order.cuh
   i64 ids_token, ids_slot;
   int routes, topk, experts;
 };
@@ -100,6 +101,7 @@ __global__ void __launch_bounds__(kThreads) moe_plan(const __grid_constant__ Rou
     }
   };
   for (int e = threadIdx.x; e < p.experts; e += kThreads) counts[e] = 0;
+  if (rank == 0 && threadIdx.x < 2) p.taken[threadIdx.x] = 0;
   __syncthreads();
   for_own_routes([&](int, int e) {
     if (e >= 0) atomicAdd(&counts[e], 1);
@@ -234,54 +236,73 @@ __global__ void __launch_bounds__(256) moe_sum(const __grid_constant__ Sum p) {
 }
 
 // The same of kSumTokens tokens, eight columns a thread, at most kSumRoutes / kSumTokens routes of a token:
-// which rows there are is looked up once for all columns, and only these are visited.
+// which rows there are is looked up once for all columns, and only these are read, kAbreast at a time
+// whosever they are.
 template <class Out>
-__global__ void __launch_bounds__(kSumThreads, 8) moe_sum_many(const __grid_constant__ Sum p, int tokens) {
+__global__ void __launch_bounds__(kSumThreads, 7) moe_sum_many(const __grid_constant__ Sum p, int tokens) {
   __shared__ int row_of[kSumRoutes];
   __shared__ float weight_of[kSumRoutes];
+  __shared__ int last_of[kSumRoutes];  // of the token whose last route this is, which one of these; or -1
   __shared__ int count_of[kSumTokens];
   const i64 first = static_cast<i64>(blockIdx.x) * kSumTokens;
   const int here = static_cast<int>(min(static_cast<i64>(kSumTokens), tokens - first));
   const int column = (blockIdx.y * kSumThreads + threadIdx.x) * 8, lane = threadIdx.x % 32;
+  const int warp = threadIdx.x / 32;
+  constexpr int kWarps = kSumThreads / 32, kOwn = kSumTokens / kWarps;
   wait_for_kernel_before();
   // A warp for a token: routes that were kept move to the front, in order
-  for (int i = threadIdx.x / 32; i < here; i += kSumThreads / 32) {
-    const i64 token = first + i;
-    const int row = lane < p.topk ? p.row_of[token * p.topk + lane] : -1;
-    const u32 kept = __ballot_sync(~0u, row >= 0);
-    if (row >= 0) {
-      const int at = i * 32 + __popc(kept & ((1u << lane) - 1));
-      row_of[at] = row;
-      weight_of[at] = p.weights[token * p.weights_token + lane * p.weights_slot];
-    }
-    if (lane == 0) count_of[i] = __popc(kept);
+  int row[kOwn];
+  u32 kept[kOwn];
+#pragma unroll
+  for (int n = 0; n < kOwn; ++n) {
+    const int i = warp + n * kWarps;
+    row[n] = i < here && lane < p.topk ? p.row_of[(first + i) * p.topk + lane] : -1;
+    kept[n] = __ballot_sync(~0u, row[n] >= 0);
+    if (lane == 0) count_of[i] = __popc(kept[n]);
+  }
+  __syncthreads();
+  int all = 0;
+#pragma unroll
+  for (int i = 0; i < kSumTokens; ++i) all += count_of[i];
+#pragma unroll
+  for (int n = 0; n < kOwn; ++n) {
+    const int i = warp + n * kWarps, before = __popc(kept[n] & ((1u << lane) - 1));
+    if (row[n] < 0) continue;
+    int at = before;
+    for (int other = 0; other < i; ++other) at += count_of[other];
+    row_of[at] = row[n];
+    weight_of[at] = p.weights[(first + i) * p.weights_token + lane * p.weights_slot];
+    last_of[at] = before == count_of[i] - 1 ? i : -1;
   }
   __syncthreads();
   if (column >= p.h) return;
-  for (int i = 0; i < here; ++i) {
-    const int count = count_of[i];
-    float total[8];
+  Out* out = static_cast<Out*>(p.out) + first * p.h + column;
+  float total[8];
 #pragma unroll
-    for (int k = 0; k < 8; ++k) total[k] = 0.0f;
-    for (int j = 0; j < count; j += 4) {
-      uint4 pairs[4];
+  for (int k = 0; k < 8; ++k) total[k] = 0.0f;
+  for (int i = 0; i < here; ++i)
+    if (count_of[i] == 0) store_columns<8>(out + static_cast<i64>(i) * p.h, total);
+  for (int j = 0; j < all; j += kAbreast) {
+    uint4 pairs[kAbreast];
 #pragma unroll
-      for (int n = 0; n < 4; ++n)
-        if (j + n < count)
-          pairs[n] = __ldcs(reinterpret_cast<const uint4*>(
-              p.y + static_cast<i64>(row_of[i * 32 + j + n]) * p.h + column));
+    for (int n = 0; n < kAbreast; ++n)
+      if (j + n < all)
+        pairs[n] = __ldcs(reinterpret_cast<const uint4*>(p.y + static_cast<i64>(row_of[j + n]) * p.h + column));
 #pragma unroll
-      for (int n = 0; n < 4; ++n) {
-        if (j + n >= count) continue;
-        const float weight = weight_of[i * 32 + j + n];
-        const u32 words[4] = {pairs[n].x, pairs[n].y, pairs[n].z, pairs[n].w};
+    for (int n = 0; n < kAbreast; ++n) {
+      if (j + n >= all) continue;
+      const float weight = weight_of[j + n];
+      const u32 words[4] = {pairs[n].x, pairs[n].y, pairs[n].z, pairs[n].w};
 #pragma unroll
-        for (int k = 0; k < 8; ++k) {
-          const float value = __uint_as_float(k % 2 ? words[k / 2] & 0xffff0000u : words[k / 2] << 16);
-          total[k] = __fadd_rn(total[k], __fmul_rn(weight, value));
-        }
+      for (int k = 0; k < 8; ++k) {
+        const float value = __uint_as_float(k % 2 ? words[k / 2] & 0xffff0000u : words[k / 2] << 16);
+        total[k] = __fadd_rn(total[k], __fmul_rn(weight, value));
       }
+      const int token = last_of[j + n];
+      if (token < 0) continue;
+      store_columns<8>(out + static_cast<i64>(token) * p.h, total);
+#pragma unroll
+      for (int k = 0; k < 8; ++k) total[k] = 0.0f;
     }
-    store_columns<8>(static_cast<Out*>(p.out) + (first + i) * p.h + column, total);
   }
 }
