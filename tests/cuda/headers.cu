@@ -345,6 +345,36 @@ __global__ void __launch_bounds__(64) share_maxima(const u32* from, u32* to, int
   if constexpr (CLUSTER > 1) cluster_sync();
 }
 
+// ---- A number at a time, told to all CTAs of a cluster by the first, once all have read the one before ----
+
+template <int CLUSTER>
+__global__ void __launch_bounds__(64) tell_all(const int* from, int* to, int rounds) {
+  __shared__ int told;
+  __shared__ u64 barriers[2];
+  const u32 full = smem_address(barriers), empty = smem_address(barriers + 1), slot = smem_address(&told);
+  if (threadIdx.x == 0) {
+    mbarrier_init(full, 1);
+    mbarrier_init(empty, 2 * CLUSTER);
+    fence_mbarrier_init();
+  }
+  cluster_sync();
+  for (int round = 0; round < rounds; ++round) {
+    if (cluster_rank() == 0 && threadIdx.x == 0) {
+      mbarrier_wait(empty, (round + 1) % 2);
+      for (int rank = 0; rank < CLUSTER; ++rank) {
+        store_remote_int(map_to_rank(slot, rank), from[blockIdx.x / CLUSTER * rounds + round]);
+        mbarrier_arrive_cluster(map_to_rank(full, rank));
+      }
+    }
+    __syncwarp();
+    mbarrier_wait_cluster(full, round % 2);
+    to[(blockIdx.x * rounds + round) * 64 + threadIdx.x] = load_remote_int(slot);
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) mbarrier_arrive_remote(map_to_rank(empty, 0));
+  }
+  cluster_sync();
+}
+
 // ---- Kernels that overlap: the second begins while the first is still at work ----
 
 __global__ void __launch_bounds__(32) write_late(int* to, int value) {

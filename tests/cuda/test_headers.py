@@ -47,6 +47,7 @@ NAMES = (
     *(f"multiply_sparse<{n}, {bf16}, {more}>" for n, bf16, more in SPARSE),
     *(f"exchange<{size}>" for size in (2, 4, 8)),
     *(f"share_maxima<{size}>" for size in (1, 2, 4, 8)),
+    *(f"tell_all<{size}>" for size in (1, 2, 8)),
     *(f"share<{size}, {stages}>" for size, stages in SHARES),
     *(f"convert_all<{out}>" for out in DTYPES),
     *(f"row_scales<{rows}>" for rows in (64, 192)),
@@ -333,6 +334,17 @@ def test_maxima_over_a_cluster(size, generator):
     want.scatter_reduce_(3, slot.expand_as(unsigned), unsigned, "amax")
     want = want.amax(1, keepdim=True).expand(-1, size, -1, -1)
     assert torch.equal(out.cpu().long() & 0xFFFFFFFF, want)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", (1, 2, 8))
+def test_numbers_told_to_a_cluster(size, generator):
+    clusters, rounds = 40, 50
+    given = integers((clusters, rounds), generator)
+    out = torch.zeros((clusters, size, rounds, 64), dtype=torch.int32, device="cuda")
+    parameters = (given.cuda(), out, ctypes.c_int(rounds))
+    launch(f"tell_all<{size}>", parameters, 64, blocks=clusters * size, cluster=size)
+    assert torch.equal(out.cpu(), given[:, None, :, None].expand_as(out))
 
 
 @pytest.mark.gpu
