@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("cuda.core", reason="needs cuda-core: pip install 'farro[cuda]'")
 
 from farro.formats.int8_group import GROUP_SIZES
-from farro.ops.moe_ffn import sm90, sm90_configs
+from farro.ops.moe_ffn import sm90_configs, sm90_launches
 from farro.ops.moe_ffn.sm90_configs import Tile
 
 from .sass import check_products, compiled, disassembled, flushes
@@ -27,7 +27,7 @@ SPREAD = (  # gate/up or down; the slow sweep has all
 def check(tile, gated, group_size, tmp_path):
     what = f"{tile} {'gate/up' if gated else 'down'} G{group_size}"
     assert sm90_configs.refuses_tile(tile, gated, group_size, 128) is None, what
-    kernel = compiled(*sm90.kernel_name(tile, gated, group_size))
+    kernel = compiled(*sm90_launches.kernel_name(tile, gated, group_size))
     lines = disassembled(kernel.cubin, tmp_path)
     widths = {max(8, tile.routes // n) for n in (1, 2, 4)}
     products = [i for i, line in enumerate(lines) if "IGMMA" in line]
@@ -70,15 +70,15 @@ def test_each_kind_of_tile(tile, group_size, gated, tmp_path):
 
 def test_routing_and_sum(tmp_path):
     for dtype, cluster in ((torch.int32, 8), (torch.int64, 1)):
-        kernel = compiled(*sm90.plan_name(dtype, cluster))
+        kernel = compiled(*sm90_launches.plan_name(dtype, cluster))
         assert kernel.registers <= 64 and kernel.stack == 0
     for dtype, vector in ((torch.bfloat16, 8), (torch.float16, 8), (torch.float32, 1)):
-        kernel = compiled(*sm90.sum_name(dtype, vector))
+        kernel = compiled(*sm90_launches.sum_name(dtype, vector))
         lines = disassembled(kernel.cubin, tmp_path)
         assert kernel.stack == 0
         assert not any("FFMA" in line for line in lines), "products are rounded, then added"
         assert any("LDG.E.128" in line for line in lines) == (vector == 8)
-    for name in (sm90.sum_many_name(torch.bfloat16), sm90.GATHER):
+    for name in (sm90_launches.sum_many_name(torch.bfloat16), sm90_launches.GATHER):
         kernel = compiled(*name)
         lines = disassembled(kernel.cubin, tmp_path)
         assert kernel.stack == 0 and any("STG.E.128" in line for line in lines)

@@ -15,7 +15,7 @@ from farro.catalogue import operator_named
 from farro.cuda import jit
 from farro.cuda.launch import Launch, kernel_function
 from farro.formats.int8_group import GROUP_SIZES, group_count
-from farro.ops.moe_ffn import reference, sm90, sm90_configs
+from farro.ops.moe_ffn import reference, sm90, sm90_configs, sm90_launches
 from farro.ops.moe_ffn.checks import ARGUMENTS
 from farro.ops.moe_ffn.sm90_configs import Config, Tile
 from farro.ops.moe_ffn.triton_configs import best_pairs
@@ -139,11 +139,15 @@ def test_parameters_lie_as_the_kernels_read_them(tmp_path):
     folder = jit._PACKAGE / "ops/moe_ffn"
     text = []
     for file, named, structures in (
-        ("sm90.cu", "sm90_layout.cuh", {"Problem": sm90._Problem}),
+        ("sm90.cu", "sm90_layout.cuh", {"Problem": sm90_launches._Problem}),
         (
             "sm90_route.cu",
             "sm90_route.cu",
-            {"Routes": sm90._Routes, "Sum": sm90._Sum, "Gather": sm90._Gather},
+            {
+                "Routes": sm90_launches._Routes,
+                "Sum": sm90_launches._Sum,
+                "Gather": sm90_launches._Gather,
+            },
         ),
     ):
         source = (folder / named).read_text()
@@ -177,22 +181,24 @@ def test_parameters_lie_as_the_kernels_read_them(tmp_path):
 
 @pytest.mark.parametrize("interleaved", (False, True))
 def test_what_the_launches_are_given(interleaved, monkeypatch):
-    pretend(monkeypatch, sm90)
+    pretend(monkeypatch, sm90_launches)
     for name in ("encode_experts", "encode_pairs"):
-        monkeypatch.setattr(sm90.tensor_map, name, lambda *what, name=name: (name, *what))
-    monkeypatch.setattr(sm90, "resident_clusters", lambda d, f, t, s, cluster, ctas: 132 // cluster)
+        monkeypatch.setattr(sm90_launches.tensor_map, name, lambda *what, name=name: (name, *what))
+    monkeypatch.setattr(
+        sm90_launches, "resident_clusters", lambda d, f, t, s, cluster, ctas: 132 // cluster
+    )
     monkeypatch.setattr(torch.Tensor, "get_device", lambda self: 0)
     experts, topk, h, i, group_size, tokens = 3, 4, 256, 96, 128, 5
     given = operands("cpu", (tokens, i, h), experts, group_size, topk, torch.int32)
     x, scale_x, w, scale_w, w_down, scale_down, ids, weights = (given[n] for n in ARGUMENTS)
     routes, base = ids.numel(), 1 << 20
-    scratch = sm90.Scratch(routes, experts, h, i, group_size)
+    scratch = sm90_launches.Scratch(routes, experts, h, i, group_size)
     assert scratch.pitch == 96 and scratch.groups == 1
     assert all(at % 256 == 0 for at in scratch.at.values())
     assert scratch.bytes >= routes * (2 * h + 96 + 4 + 8) + 16
 
     tile = Tile(16, 1, 1, 4)
-    first = sm90.gate_up_launch(
+    first = sm90_launches.gate_up_launch(
         tile, x, scale_x, w, scale_w, routes, scratch, base, group_size, interleaved
     )
     described, problem = first.parameters
@@ -203,7 +209,7 @@ def test_what_the_launches_are_given(interleaved, monkeypatch):
     # four CTAs of 32 features share a group of 128; at most 4 tiles, for 20 routes and 3 experts
     assert first.cluster == 4 and first.grid == (16, 1, 1) and first.threads == 256
 
-    second = sm90.down_launch(tile, w_down, scale_down, routes, scratch, base, group_size)
+    second = sm90_launches.down_launch(tile, w_down, scale_down, routes, scratch, base, group_size)
     described, codes, results, problem = second.parameters
     assert results == (base + scratch.at["y"], routes, 2 * h, 2 * h, 8, 128)
     assert described == ("encode_experts", w_down.data_ptr(), (3, h, i), (h * i, i), 64)
@@ -214,12 +220,12 @@ def test_what_the_launches_are_given(interleaved, monkeypatch):
     assert second.cluster == 1 and second.grid == (16, 1, 1)
 
     # rows that are gathered, and their scales [groups][routes], lie where BF16 rows will
-    gather = sm90.gather_launch(x, scale_x, experts, routes, scratch, base)
+    gather = sm90_launches.gather_launch(x, scale_x, experts, routes, scratch, base)
     (given_to_it,) = gather.parameters
     second_at = base + scratch.at["y"] + routes * h
     assert (given_to_it.rows, given_to_it.scales) == (base + scratch.at["y"], second_at)
     wide = Tile(64, 2, 1, 4, gathered=True)
-    after = sm90.gate_up_launch(
+    after = sm90_launches.gate_up_launch(
         wide, x, scale_x, w, scale_w, routes, scratch, base, group_size, interleaved
     )
     _, rows, problem = after.parameters
@@ -227,18 +233,18 @@ def test_what_the_launches_are_given(interleaved, monkeypatch):
     assert rows == (base + scratch.at["y"], routes, h, h, 32, 128)
     assert (problem.x_scale, problem.x_scale_row, problem.x_scale_group) == (second_at, 1, routes)
 
-    plan = sm90.plan_launch(ids, experts, scratch, base)
+    plan = sm90_launches.plan_launch(ids, experts, scratch, base)
     assert plan.grid == (1, 1, 1) and "moe_plan<int, 1>" in plan.function[1]
     out = torch.empty(tokens, h, dtype=torch.float16)
-    last = sm90.sum_launch(weights, out, scratch, base)
+    last = sm90_launches.sum_launch(weights, out, scratch, base)
     assert "moe_sum<Float16, 8>" in last.function[1] and last.grid == (5, 1, 1)
     out, many = torch.empty(1025, h), torch.ones(1025, topk)
-    last = sm90.sum_launch(many, out, sm90.Scratch(4100, 3, h, i, 128), base)
+    last = sm90_launches.sum_launch(many, out, sm90_launches.Scratch(4100, 3, h, i, 128), base)
     assert "moe_sum_many<float>" in last.function[1] and last.grid == (129, 1, 1)
     tensors, narrow = tuple(given[n] for n in ARGUMENTS), Tile(8, 1, 1, 4)
     for tile, name in ((narrow, None), (wide, "moe_gather<")):
         out = torch.empty(tokens, h)
-        told = sm90.launches(
+        told = sm90_launches.launches(
             Config(tile, narrow), tensors, out, scratch, base, group_size, interleaved
         )
         names = [launch.function[1].split("<")[0] + "<" for launch in told]
@@ -247,7 +253,9 @@ def test_what_the_launches_are_given(interleaved, monkeypatch):
         assert names == expected
 
     many = torch.zeros(3000, 4, dtype=torch.int64)
-    plan = sm90.plan_launch(many, experts, sm90.Scratch(12000, 3, h, i, 128), base)
+    plan = sm90_launches.plan_launch(
+        many, experts, sm90_launches.Scratch(12000, 3, h, i, 128), base
+    )
     assert plan.grid == (8, 1, 1) and plan.cluster == 8 and "<long long, 8>" in plan.function[1]
 
 
@@ -327,8 +335,8 @@ def cases(group_size):
 def check_tiles(group_size, found, generator):
     """The reference's result, as far as silu's last bits allow, and the same in every run."""
     skip_without_it()
-    wanted = [sm90.kernel_name(c.gate_up, True, group_size) for c in found]
-    wanted += [sm90.kernel_name(c.down, False, group_size) for c in found]
+    wanted = [sm90_launches.kernel_name(c.gate_up, True, group_size) for c in found]
+    wanted += [sm90_launches.kernel_name(c.down, False, group_size) for c in found]
     compile_all(wanted)
     for case in cases(group_size):
         call = case.build("cuda", seed_of(generator))
@@ -395,10 +403,10 @@ def test_each_launch_on_a_gpu(tokens, gathered, generator):
         tile = sm90_configs.deepest(Tile(128, 2, 2, 2, gathered=True), True, group_size, experts)
         config = replace(config, gate_up=tile)
     out, routes = torch.empty(tokens, h, device="cuda"), tokens * topk
-    scratch = sm90.Scratch(routes, experts, h, i, group_size)
+    scratch = sm90_launches.Scratch(routes, experts, h, i, group_size)
     memory = torch.full((scratch.bytes,), 0x5A, dtype=torch.uint8, device="cuda")
     where = out, scratch, memory.data_ptr()
-    for launch in sm90.launches(config, tensors, *where, group_size, False):
+    for launch in sm90_launches.launches(config, tensors, *where, group_size, False):
         launch.on_current_stream()
     after = memory.cpu()
 

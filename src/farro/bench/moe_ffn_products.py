@@ -77,7 +77,7 @@ def _triton_calls(config: Any, inputs: Any) -> _Calls:
 
 
 def _native_calls(config: Any, inputs: Any) -> _Calls:
-    from ..ops.moe_ffn.sm90 import Scratch, launches
+    from ..ops.moe_ffn.sm90_launches import Scratch, launches
 
     x, w_down, ids = inputs.args[0], inputs.args[4], inputs.args[6]
     (experts, inner, hidden), group_size = w_down.shape, inputs.gate_up.group_size
