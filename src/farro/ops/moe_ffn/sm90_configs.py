@@ -214,10 +214,11 @@ def heuristic(problem: Problem) -> Config:
 # (routes, warpgroups, waves, CTAs a multiprocessor), as they were fastest on an H200 up to so many
 # rows of an expert
 _USUAL = {
-    True: ((6, (16, 4, 1, 1)), (12, (32, 4, 1, 1)), (512, (64, 2, 2, 1))),
+    True: ((6, (16, 4, 1, 1)), (12, (32, 4, 1, 1)), (384, (64, 2, 2, 1))),
     False: ((6, (16, 2, 1, 2)), (20, (32, 2, 1, 2)), (64, (64, 2, 2, 1))),
 }
 _MOST = (128, 2, 2, 1)
+_GATHERED = 64  # with more rows than this, those of gate/up are brought together first
 _LONE = (8, 2, 1, 1)  # its ring is the deepest: a multiprocessor has one tile or two
 # Where groups of 32, or the tables of many experts, leave no room
 _SMALLER = ((64, 2, 2, 1), (32, 2, 1, 2), (32, 2, 1, 1), (16, 2, 1, 1), (8, 2, 1, 1), (8, 1, 1, 1))
@@ -232,7 +233,8 @@ def _usual(s: Sizes, problem: Problem, gated: bool) -> Tile:
         kind = _LONE
     for routes, warpgroups, waves, ctas in (kind, *_SMALLER):
         if routes <= kind[0]:
-            tile = Tile(routes, warpgroups, waves, 2, ctas)
+            gathered = gated and routes >= 64 and s.rows > _GATHERED and s.h % 16 == 0
+            tile = Tile(routes, warpgroups, waves, 2, ctas, gathered=gathered)
             found = deepest(tile, gated, s.group, s.experts)
             if found is not None:
                 return found
