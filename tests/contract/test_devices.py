@@ -124,8 +124,9 @@ one = {"n": 1} if "n" in sample.sizes else {}
 options = {**one, **sample.variants[variant], "m": 5}
 inputs = sample.inputs(torch.Generator().manual_seed(3), "cuda", **options)
 if warm == "warm":
-    k = inputs[next(iter(sample.arguments))].shape[-1]
-    shape = (5, inputs["b"].shape[-1] if "b" in inputs else 1, k)
+    first = inputs[next(iter(sample.arguments))]
+    k = first.shape[-1]
+    shape = (first.numel() // k, inputs["b"].shape[-1] if "b" in inputs else 1, k)
     warmup("cuda", [sample.name], [sample.warm_shape(inputs) if sample.warm_shape else shape])
 torch.cuda.synchronize()
 try:

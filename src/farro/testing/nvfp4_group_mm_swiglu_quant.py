@@ -62,7 +62,8 @@ class FusedCall(Call):
         gscale, counts = given.pop("gscale"), given["expert_num_tokens"]
         x2 = group_mm(**given, backend=self.backend)
         known = {kernel.backend for kernel in operator_named("nvfp4_quantize").kernels}
-        backend = self.backend if self.backend in known else "auto"
+        native = self.backend != "cuda" or how["activation"] == "silu"  # its quantizer's only one
+        backend = self.backend if self.backend in known and native else "auto"
         return silu_mul_quant_act(x2, gscale, counts, 0, **how, backend=backend)
 
     def differs(self, index: int, actual: torch.Tensor, expected: torch.Tensor) -> str | None:
