@@ -64,8 +64,9 @@ def _read(path: Path) -> Any:
 def benchmarks(device: Path) -> list[tuple[str, dict[str, Any]]]:
     """Name and content of every benchmark result of a device."""
     found = [(path.stem, _read(path)) for path in sorted(device.glob("*.json"))]
-    # eval.json has a schema of its own, and no operator
+    # eval.json, searches and first calls have rows of their own, which belong to no named set
     mine = [(n, r) for n, r in found if isinstance(r, dict) and "operator" in r]
+    mine = [(n, r) for n, r in mine if all("set" in row for row in r.get("rows", ({},)))]
     return [(n, r) for n, r in mine if r.get("schema") == 1]
 
 
